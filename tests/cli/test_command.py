@@ -105,7 +105,7 @@ LIGHT = """
 import contextlib, io, json, sys
 from chatgpt.launch.cli import command
 from chatgpt.launch.methods import METHODS
-heavy, said = {'torch', 'transformers', 'datasets', 'numpy', 'chatgpt.monitor.report.page'}, {}
+heavy, seen = {'torch', 'transformers', 'datasets', 'numpy', 'chatgpt.monitor.report.page'}, {}
 trained, others = list(METHODS), [
     name for name, entry in command.SUBCOMMANDS.items() if entry.module and not entry.distribution
 ]
@@ -115,8 +115,8 @@ for words in [*calls, *map(str.split, sys.argv[1:])]:
     sys.argv = ['chatgpt-rlhf', *words]
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
         command.main()
-    said[' '.join(words)] = [text.getvalue(), sorted(heavy & set(sys.modules))]
-print(json.dumps(said))
+    seen[' '.join(words)] = [text.getvalue(), sorted(heavy & set(sys.modules))]
+print(json.dumps(seen))
 """
 
 
@@ -144,11 +144,11 @@ def test_neither_help_nor_a_mistake_waits_for_torch(tmp_path):
     command, env = [sys.executable, '-c', LIGHT, *mistakes], os.environ | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert next(((words, heavy) for words, (_, heavy) in said.items() if heavy), None) is None
-    assert len(said) > 60 and all('usage' in text for words, (text, _) in said.items() if words.endswith('--help'))
-    assert [words for words, (text, _) in said.items() if 'hepl' in words and 'error: ' not in text] == []
-    assert {words: said[words][0] for words, text in mistakes.items() if text not in said[words][0]} == {}
+    seen = json.loads(done.stdout)
+    assert next(((words, heavy) for words, (_, heavy) in seen.items() if heavy), None) is None
+    assert len(seen) > 60 and all('usage' in text for words, (text, _) in seen.items() if words.endswith('--help'))
+    assert [words for words, (text, _) in seen.items() if 'hepl' in words and 'error: ' not in text] == []
+    assert {words: seen[words][0] for words, text in mistakes.items() if text not in seen[words][0]} == {}
 
 
 def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsys, tmp_path):
@@ -163,7 +163,7 @@ def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsy
     assert (found['save_path'], found['eps_clip']) == ('outputs/grpo', 0.2)
 
 
-def test_the_settings_of_a_method_are_kept_when_it_goes_on(monkeypatch, capsys, tmp_path):
+def test_the_settings_of_a_method_are_kept_at_a_resume(monkeypatch, capsys, tmp_path):
     """Includes those that the user changed."""
     from chatgpt.launch.config_file import parse_run, write_resolved
     from chatgpt.launch.runs import PPORun

@@ -198,9 +198,9 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     assert len(found) == 5
     for pair in found:
         prompt = tokenizer.decode(pair.prompt_ids, skip_special_tokens=True)
-        said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
-        assert set(said) == {text.strip() for text in by_prompt[prompt]}
-        assert (len(said[0]), said[0]) > (len(said[1]), said[1])
+        responses = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
+        assert set(responses) == {text.strip() for text in by_prompt[prompt]}
+        assert (len(responses[0]), responses[0]) > (len(responses[1]), responses[1])
     for method, save in (('reward-model', 'reward_model'), ('dpo', 'actor')):
         words = [str(out), '--pretrain=first', '--max_steps=1', f'--save_path={tmp_path}/{method}']
         assert call(monkeypatch, method, *words) == 0

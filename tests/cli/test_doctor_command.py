@@ -68,8 +68,8 @@ def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
     failed |= {'error': 'RewardFunctionError: no\nmore of it'}
     (tmp_path / 'run.json').write_text(json.dumps(failed))
     assert call(monkeypatch, 'doctor', str(tmp_path)) == 0
-    told = capsys.readouterr().out
-    assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
+    out = capsys.readouterr().out
+    assert out == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
 
 
 def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):

@@ -62,8 +62,8 @@ def row(phase: int, index: int, ids: list[int], per_token: dict[str, Any]) -> di
 
 def verify(monkeypatch, capsys, one: Path, other: Path) -> tuple[int, str]:
     code = call(monkeypatch, 'verify', str(one), str(other))
-    told = capsys.readouterr()
-    return code, told.out + told.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
 def test_the_same(tmp_path, monkeypatch, capsys):
@@ -91,7 +91,7 @@ def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
     assert code == 0 and f'{c}: 3 phases, no checkpoint\n' in out and '0 phases of weights' in out
 
 
-def test_where_they_part(tmp_path, monkeypatch, capsys):
+def test_the_first_differences(tmp_path, monkeypatch, capsys):
     a = folder(tmp_path / 'a')
     code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', tokens=2, metrics=2, weights=3))
     assert code == 1

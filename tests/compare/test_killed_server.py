@@ -60,7 +60,7 @@ class Client:
         return pair
 
 
-def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
+def test_a_kill_loses_nothing_and_the_command_resumes(tmp_path):
     db = tmp_path / 'judged.sqlite'
     filled(db, [(f'a{i}', f'b{i}') for i in range(2000)], annotators_per_pair=2).close()
     kept: dict[str, dict[int, str]] = {'Anna': {}, 'Ben': {}}
@@ -94,10 +94,10 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
             found = {(j.person, j.pair): j for j in store.judgements()}
             for name, choices in kept.items():
                 for pair, choice in choices.items():
-                    said = found[name, pair]
-                    assert said.comment == f'{choice} of {pair}'
-                    side = {'left': 'ba'[said.a_is_left], 'right': 'ab'[said.a_is_left]}
-                    assert said.verdict == side.get(choice, choice)
+                    judgement = found[name, pair]
+                    assert judgement.comment == f'{choice} of {pair}'
+                    side = {'left': 'ba'[judgement.a_is_left], 'right': 'ab'[judgement.a_is_left]}
+                    assert judgement.verdict == side.get(choice, choice)
             # What was on its way when the server died may be there too, one of each person and start at most.
             assert len(found) <= sum(map(len, kept.values())) + 4
 

@@ -50,8 +50,8 @@ def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
             for name, page in (('Anna', anna), ('Ben', ben)):
                 prompt = page.locator('#prompt').inner_text()
                 seen[name].append(prompt)
-                said = {'1': '1 is better', '2': '2 is better', 't': 'a tie', 'b': 'both bad'}[key]
-                press(page, key, f'Saved: {said}.')
+                choice = {'1': '1 is better', '2': '2 is better', 't': 'a tie', 'b': 'both bad'}[key]
+                press(page, key, f'Saved: {choice}.')
         for name, page in (('Anna', anna), ('Ben', ben)):
             assert sorted(seen[name]) == [f'prompt {number}' for number in range(1, 5)]
             page.get_by_text('All done. Thank you!').wait_for()
@@ -91,9 +91,9 @@ def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
         assert store.judgements() == []
         page.keyboard.press('Escape')
         press(page, 'ArrowLeft', 'Saved: 1 is better.')
-        (said,) = store.judgements()
-        assert said.comment == 'stub: 1 tbs ends well 🙂'
-        assert left.startswith(said.verdict)  # 'a' was on the left where it was chosen, and 'b' likewise
+        (judgement,) = store.judgements()
+        assert judgement.comment == 'stub: 1 tbs ends well 🙂'
+        assert left.startswith(judgement.verdict)  # 'a' was on the left where it was chosen, and 'b' likewise
         assert page.locator('#comment').input_value() == '' and page.locator('#prompt').inner_text() != first
         press(page, 'u', 'Taken back.')
         assert store.judgements() == []

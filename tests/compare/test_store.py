@@ -31,7 +31,7 @@ def drain(store: Store, person: int, choice: str = 'tie') -> list[int]:
     return order
 
 
-def test_each_pair_goes_to_as_many_people_as_asked_for(tmp_path):
+def test_each_pair_goes_to_the_set_number_of_people(tmp_path):
     with filled(tmp_path / 'db', many(10), annotators_per_pair=2) as store:
         people = [store.join(name) for name in ('Anna', 'Ben', 'Cem')]
         turns = 0
@@ -68,7 +68,7 @@ def test_a_place_is_kept_for_a_while_and_then_given_away(tmp_path):
         assert [j.person for j in store.judgements()] == ['Ben']
 
 
-def test_a_skipped_pair_is_somebody_elses(tmp_path):
+def test_a_skipped_pair_goes_to_another_person(tmp_path):
     with filled(tmp_path / 'db', many(1)) as store:
         anna, ben = store.join('Anna'), store.join('Ben')
         store.next_pair(anna)
@@ -98,8 +98,8 @@ def test_order_and_sides_are_drawn_for_each_person_and_stay(tmp_path):
         kept = {(j.person, j.pair): j for j in store.judgements()}
         for name, (order, sides) in seen.items():
             for pair, a_is_left in zip(order, sides, strict=True):
-                said = kept[name, pair]
-                assert said.a_is_left == a_is_left and said.verdict == ('a' if a_is_left else 'b')
+                judgement = kept[name, pair]
+                assert judgement.a_is_left == a_is_left and judgement.verdict == ('a' if a_is_left else 'b')
 
 
 def test_the_smallest_margin_comes_first_and_before_it_what_others_began(tmp_path):
@@ -114,7 +114,7 @@ def test_the_smallest_margin_comes_first_and_before_it_what_others_began(tmp_pat
         assert drain(store, store.join('Anna')) == [2, 3, 1, 5, 4]
 
 
-def test_answers_are_set_once_and_equal_ones_are_not_asked_about(tmp_path):
+def test_responses_are_set_once_and_equal_ones_are_excluded(tmp_path):
     with filled(tmp_path / 'db', many(2)) as store:
         with pytest.raises(ValueError, match='has the answers b already'):
             store.set_answers('b', ['x', 'y'])
@@ -155,8 +155,8 @@ def test_the_same_judgement_again_is_no_second_one_and_another_is_refused(tmp_pa
             store.judge(anna, pair.id, 'right')
         with pytest.raises(NotAsked, match='not yours'):
             store.judge(anna, 3 - pair.id, 'left')
-        (said,) = store.judgements()
-        assert said.comment == 'thought again'
+        (judgement,) = store.judgements()
+        assert judgement.comment == 'thought again'
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_what_is_not_a_number_is_left_out():
     assert Diagnosis(None).see({'step': 1}) == []
 
 
-def test_the_same_thing_is_not_said_from_two_sides():
+def test_a_fault_has_one_finding():
     numbers = HEALTHY | STILL | {'ppo/clip_fraction': 0.0}
     assert [f.key for f in found(24, numbers)] == ['nothing-moves']
     numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}

@@ -88,7 +88,7 @@ def test_of_two_keys_for_one_model_trained_weights_win_and_null_means_the_name(t
     assert found({weights: 'a'}, f'{weights}=null') is None
 
 
-def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
+def test_the_number_of_workers(tmp_path, monkeypatch, capsys):
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2, 'batch_size': 2}})]
     with pytest.raises(
         ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'
@@ -101,7 +101,7 @@ def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
     assert run(RewardRun, *argv, '--tensor_parallel=2').train_batch_size == 2  # one rank of two processes
 
 
-def test_a_resume_makes_sizes_of_what_was_said_before(tmp_path, monkeypatch):
+def test_a_resume_computes_sizes_from_earlier_settings(tmp_path, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     training = {'batch_size': 2, 'gradient_accumulation_steps': 2}
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': training}), f'--save_path={tmp_path}']

@@ -34,7 +34,7 @@ def test_a_model_at_model_path_is_not_replaced(tmp_path, file):
     check_resume(run(tmp_path, model_path=str(tmp_path / 'empty')))
 
 
-def test_a_run_that_goes_on_replaces_its_own_model_and_no_other(tmp_path, monkeypatch):
+def test_a_resumed_run_replaces_only_its_own_model(tmp_path, monkeypatch):
     for folder in ('run/actor', 'model', 'other'):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / 'config.json').touch()

@@ -234,7 +234,7 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path):
 
 
 @pytest.mark.system
-def test_an_error_in_a_reward_function_is_told_and_tried_again_and_a_mistake_is_told_once(tmp_path):
+def test_an_error_in_a_reward_function_is_retried_and_a_mistake_is_printed_once(tmp_path):
     script = tmp_path / 'unlucky.py'
     script.write_text(
         'import os, sys\nfrom chatgpt.trainer.experience.scorers import RewardFunctionError\nfrom '

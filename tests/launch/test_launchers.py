@@ -55,7 +55,7 @@ def check_same_run(folder: Path, undisturbed: Path) -> None:
     assert not processes(str(folder))
 
 
-def test_a_run_on_ray_goes_on_after_a_killed_worker(cluster, tmp_path, model_folder, undisturbed):
+def test_a_run_on_ray_resumes_after_a_killed_worker(cluster, tmp_path, model_folder, undisturbed):
     """The worker of rank 0 is killed; its script, which holds the run's folder, must end too."""
     flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
     process = on(cluster, '--num_workers=2', *flags)
@@ -73,7 +73,7 @@ def test_a_run_on_ray_goes_on_after_a_killed_worker(cluster, tmp_path, model_fol
     check_same_run(tmp_path, undisturbed)
 
 
-def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folder, undisturbed):
+def test_torchrun_on_two_nodes_resumes_after_a_killed_rank(tmp_path, model_folder, undisturbed):
     """Two agents, as on two nodes, each with its own address. Only that of rank 1 notices the kill directly."""
     flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
     meet = ['--num_workers=2', '--num_nodes=2', f'--rdzv_endpoint=127.0.0.2:{free_port()}', f'--run_id={tmp_path}']
@@ -91,7 +91,7 @@ def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folde
     check_same_run(tmp_path, undisturbed)
 
 
-def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
+def test_a_second_launch_of_the_name_resumes(tmp_path: Path, model_folder: Path):
     """The first launch is ended by SIGTERM, as by a batch system that requeues the job."""
     small = ['--max_timesteps=16', '--experience_batch_size=2', '--train_batch_size=2', '--max_new_tokens=2']
     flags = ['--run_id=job7', str(SCRIPT), *QUICK[1:], *small, f'--pretrain={model_folder}', f'--save_path={tmp_path}']

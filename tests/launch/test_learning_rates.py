@@ -36,8 +36,8 @@ def test_by_method_and_size(capsys, method, share):
     count = sum(p.numel() for p in actor.parameters())
     rate = learning_rate(run_of(method, pretrain='m'), NaiveStrategy(), actor)
     assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / count) * share)
-    said = capsys.readouterr().out
-    assert said == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
+    out = capsys.readouterr().out
+    assert out == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
 
 
 def test_what_is_trained_counts_and_adapters_take_ten_times_the_rate_of_the_whole_model(capsys):

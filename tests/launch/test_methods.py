@@ -50,7 +50,7 @@ def read_plainly(run, inputs):
     inputs.train = load_demonstrations(run.dataset, inputs.tokenizer)[0]
 
 
-def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
+def test_a_custom_method_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
     monkeypatch.setitem(
         METHODS,
         'mine',

@@ -113,7 +113,7 @@ def test_defaults_break_none(cls):
     ],
 )
 def test_what_an_encoder_decoder_cannot_do(run, name):
-    (sentence,) = (told for row in ENCODER_DECODER_RULES if (told := row.broken_by(run)))
+    (sentence,) = (reason for row in ENCODER_DECODER_RULES if (reason := row.broken_by(run)))
     assert name in sentence
 
 

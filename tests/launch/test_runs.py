@@ -59,7 +59,7 @@ def written(path: Path, first: int, count: int, **columns: str) -> str:
 @pytest.mark.parametrize(
     ('cls', 'columns'), [(SFTRun, {'completion': 'b'}), (run_class('dpo'), {'chosen': 'b', 'rejected': 'c'})]
 )
-def test_records_that_are_trained_on_are_told(tmp_path, cls, columns, recwarn):
+def test_eval_records_that_are_trained_on_are_reported(tmp_path, cls, columns, recwarn):
     GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(tmp_path / 'model', tokenizer=char_tokenizer())
     train = written(tmp_path / 'train.jsonl', 0, 6, **columns)
 

@@ -112,11 +112,11 @@ def test_a_reward_model_that_is_no_adapter_on_the_trunk(adapter, tmp_path, model
     other = tmp_path / 'other'
     shutil.copytree(model_folder, other)
     prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
-    for base, reward, told in (
+    for base, reward, message in (
         (other, adapter, f'is an adapter on {model_folder}; the trunk is {other}'),
         (model_folder, adapter.parent / 'reward_model', 'is none; train one'),
     ):
         flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={reward}', f'--pretrain={base}', *SMALL]
         with pytest.raises((ValueError, SystemExit)) as caught:
             run('ppo', prompts, *flags)
-        assert told in str(caught.value) + capsys.readouterr().err
+        assert message in str(caught.value) + capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_nothing_of_the_machine(tmp_path):
     assert 'note: see a.txt' in text and 'the model `base`' in text
 
 
-def test_a_model_in_somebodys_home_is_not_called_after_them(tmp_path, monkeypatch):
+def test_a_home_folder_is_not_the_name_of_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path / 'alice'))
     text = written(tmp_path / 'alice' / 'actor', facts(run_name=None))
     assert '\n# actor\n' in text and 'alice' not in text
@@ -293,7 +293,7 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     assert type(names['model']).__name__ == 'PeftModelForCausalLM'
 
 
-def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
+def test_a_card_that_fails_does_not_stop_the_save(tmp_path, monkeypatch):
     from chatgpt.trainer import saving
 
     def fails(*args: Any, **options: Any) -> None:

@@ -115,7 +115,7 @@ def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str,
     write_lines(folder / 'metrics.jsonl', rows)
     write_lines(folder / 'eval.jsonl', evals)
     prompts = ['one day a small fox went to the river .', 'the old dog slept near the door and', 'a boy found a kite .']
-    said = [
+    stock = [
         'it was a good day and the fox was happy .',
         'the fox saw a fish and felt proud . it ran home and told its mother .',
         'then it rained , and they all laughed .',
@@ -123,8 +123,8 @@ def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str,
     samples = []
     for n, s in enumerate(evaluated):
         for i, prompt in enumerate(texts or prompts):
-            asked, told = (prompt + str(i), texts[(i + n) % len(texts)]) if texts else (prompt, said[(i + n) % 3])
-            samples.append({'step': s, 'prompt': asked, 'response': told, 'score': rng.gauss(s / phases * 3, 0.5)})
+            asked, text = (prompt + str(i), texts[(i + n) % len(texts)]) if texts else (prompt, stock[(i + n) % 3])
+            samples.append({'step': s, 'prompt': asked, 'response': text, 'score': rng.gauss(s / phases * 3, 0.5)})
     write_lines(folder / 'eval_samples.jsonl', samples)
     record(**({'num_phases': phases, 'phase': phases} | given)).write(folder)
     return folder

@@ -24,7 +24,7 @@ def read_names(page: str) -> dict[str, list[str]]:
 
 
 def text_of(names: dict[str, list[str]]) -> str:
-    lines = (f'{json.dumps(name)}: {json.dumps(told, ensure_ascii=False)}' for name, told in names.items())
+    lines = (f'{json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}' for name, entry in names.items())
     return '{\n' + ',\n'.join(lines) + '\n}\n'
 
 

@@ -164,11 +164,11 @@ def test_the_keyboard_reaches_every_chart_and_names_lead_to_their_meaning(opened
     plot.focus()
     assert plot.get_attribute('role') == 'application'
     assert plot.get_attribute('aria-label').startswith('Score, score min, score max, score mean, over phases 1 to 101')
-    said = page.page.locator('#status')
-    assert said.get_attribute('aria-live') == 'polite'
+    status = page.page.locator('#status')
+    assert status.get_attribute('aria-live') == 'polite'
     for key, phase in (('Home', 1), ('ArrowRight', 2), ('Shift+ArrowRight', 12), ('ArrowLeft', 11), ('End', 101)):
         page.page.keyboard.press(key)
-        assert said.inner_text().startswith(f'Phase {phase}: score mean {phase}, score min ')
+        assert status.inner_text().startswith(f'Phase {phase}: score mean {phase}, score min ')
         assert page.legend('score').startswith(f'phase {phase} ')
     page.page.keyboard.press('Home')
     page.page.keyboard.press('+')
@@ -349,6 +349,6 @@ def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, 
         }"""
     )
     assert tried == ['blocked', 'blocked', 'blocked', 'EvalError']
-    assert len(page.complaints) == 4 and all('Content Security Policy' in said for said in page.complaints)
+    assert len(page.complaints) == 4 and all('Content Security Policy' in message for message in page.complaints)
     page.complaints.clear()
     del page.asked[1:]  # which was blocked

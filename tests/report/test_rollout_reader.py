@@ -320,9 +320,9 @@ def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: 
     recorded(folder, ['plain words', 'other words'], num_phases=1)
     plain, other = read_rollouts(folder)
     n = len(ids)
-    told = {'turns': turns, 'end': end, 'message': message, 'success': success}
+    episode = {'turns': turns, 'end': end, 'message': message, 'success': success}
     acting = plain | {'response': ''.join(text for text, _ in TALK), 'token_ids': ids, 'mask': mask}
-    acting |= {'tokens': token_texts(tokenizer, ids), 'episode': json.dumps(told), 'entropy': None}
+    acting |= {'tokens': token_texts(tokenizer, ids), 'episode': json.dumps(episode), 'entropy': None}
     acting |= {
         name: [0.5] * n for name in ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
     }
@@ -330,7 +330,7 @@ def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: 
 
 
 @pytest.mark.parametrize(('scheme', 'width'), [('light', 390), ('dark', 1280)])
-def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
+def test_turns_and_observations_are_separate(browser, tmp_path, scheme, width):
     acted(tmp_path)
     context = browser.new_context(color_scheme=scheme, viewport={'width': width, 'height': 844})
     reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=True)

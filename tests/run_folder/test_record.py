@@ -34,7 +34,7 @@ def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
     assert start.machine['cores'] >= 1
 
 
-def test_a_failure_and_a_stop_are_told_apart(tmp_path):
+def test_status_after_a_failure_and_a_stop(tmp_path):
     class Fails(Callback):
         def on_phase_end(self, trainer, step, metrics):
             raise RuntimeError('the reward is gone')

@@ -76,9 +76,9 @@ def test_torn_and_foreign_files_are_named_and_left_out(folder):
     torn.write_bytes(torn.read_bytes()[:100])
     pq.write_table(pa.table({'a': [1]}), inside / 'phase-00000004.parquet')
     pq.write_table(pa.table({'a': [1]}), inside / 'mine.parquet')
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         assert indices(read_rollouts(folder)) == [0, 1, 2, 3, 8, 9, 10, 11]
-    texts = sorted(str(w.message) for w in told)
+    texts = sorted(str(w.message) for w in caught)
     assert [t.split(':')[0] for t in texts] == [
         str(inside / name) for name in ('mine.parquet', 'phase-00000002.parquet', 'phase-00000004.parquet')
     ]
@@ -96,7 +96,7 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(folder, monk
     assert indices(read_rollouts(folder, [2])) == [4, 5, 6, 7]
 
 
-def test_going_on_after_a_phase_removes_the_later_ones(folder):
+def test_a_resume_removes_later_phases(folder):
     (folder / 'rollouts' / 'phase-00000009.parquet.tmp').write_text('torn')
     rollouts.begin(folder / 'rollouts', 2)
     assert sorted(p.name for p in (folder / 'rollouts').iterdir()) == [f'phase-0000000{i}.parquet' for i in (1, 2)]
