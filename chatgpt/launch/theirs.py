@@ -58,7 +58,7 @@ def to_our_settings(
     return ours, {name: theirs[name] for name in RUN_NAMES if name in theirs}
 
 
-def _length(theirs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _length(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Translates the length of PPO: passes over the prompts, or phases; each phase has one timestep."""
     given = [name for name in PPO_NAMES if name in theirs]
     if len(given) > 1:
@@ -66,14 +66,14 @@ def _length(theirs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     for why in given:
         length = {'num_episodes': theirs[why], 'max_timesteps': None if why == 'epochs' else 1, 'update_timesteps': 1}
         for name, value in length.items():
-            if name in given and given[name] != value:
-                raise ValueError(f'{why}={theirs[why]} and {name}={given[name]} both say how long to train; give one')
+            if name in ours and ours[name] != value:
+                raise ValueError(f'{why}={theirs[why]} and {name}={ours[name]} both say how long to train; give one')
         return length
     return {}
 
 
 def _batch(
-    theirs: Mapping[str, Any], given: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Translates `batch_size` and `gradient_accumulation_steps`, which are per rank, into the batch of all ranks."""
     steps = theirs.get('gradient_accumulation_steps', 1)
@@ -81,12 +81,12 @@ def _batch(
         if steps > 1:
             raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
         return {}
-    if 'train_batch_size' in given:
+    if 'train_batch_size' in ours:
         raise ValueError(
-            f'batch_size={theirs["batch_size"]} and train_batch_size={given["train_batch_size"]} both say how large a '
+            f'batch_size={theirs["batch_size"]} and train_batch_size={ours["train_batch_size"]} both say how large a '
             'batch is; give one'
         )
-    known = {**before, **given}
+    known = {**before, **ours}
     ranks = world_size_from_env() // max(known.get('tensor_parallel', 1), 1)  # a remainder is an error later
     size = {'train_batch_size': theirs['batch_size'] * steps * max(ranks, 1)}
     if steps > 1:
@@ -95,19 +95,19 @@ def _batch(
 
 
 def _part(
-    theirs: Mapping[str, Any], given: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Translates `subset`, a folder of a data set, and `test`, a run on `TRIAL` records."""
     part = dict[str, Any]()
     if theirs.get('subset'):
-        if not given.get('dataset'):
+        if not ours.get('dataset'):
             raise ValueError(f'subset={theirs["subset"]} is a folder of a data set: give dataset too')
-        between = '/' if Path(given['dataset']).is_dir() else ':'
-        part['dataset'] = f'{given["dataset"]}{between}{theirs["subset"]}'
+        between = '/' if Path(ours['dataset']).is_dir() else ':'
+        part['dataset'] = f'{ours["dataset"]}{between}{theirs["subset"]}'
     if theirs.get('test'):
-        if given.get('max_steps') is not None:
-            raise ValueError(f'test and max_steps={given["max_steps"]} both say how long to train; give one')
-        size = {**before, **given}.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
+        if ours.get('max_steps') is not None:
+            raise ValueError(f'test and max_steps={ours["max_steps"]} both say how long to train; give one')
+        size = {**before, **ours}.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
         part['max_steps'] = -(-TRIAL // size)
     return part
 

@@ -114,17 +114,17 @@ def test_what_is_too_much_or_no_request_is_refused(guarded):
     assert friend.post('/api/join', content=at_most + b' ', headers=json).status_code == 413
     assert friend.post('/api/join', content=iter([b' ' * 40000] * 2), headers=json).status_code == 413  # chunked
     pair = friend.post('/api/next', json={}).json()['pair']['id']
-    body = {'pair': pair, 'choice': 'tie', 'comment': ''}
+    judged = {'pair': pair, 'choice': 'tie', 'comment': ''}
     wrongs = {'comment': ['x' * 4001, None], 'choice': ['best', ['tie']], 'pair': ['1', True, 2**70, -1]}
     for wrong in ({name: value} for name, values in wrongs.items() for value in values):
-        response = friend.post('/api/judge', json=body | wrong)
+        response = friend.post('/api/judge', json=judged | wrong)
         assert response.status_code == 400 and 'cannot be read' in response.json()['error'], wrong
     for body in (b'', b'{', b'[]', b'null', b'"x"', b'\xff', b'[' * 30000, b'{"name": "\\ud800"}'):
         assert friend.post('/api/join', content=body, headers=json).status_code == 400, body[:20]
     assert friend.post('/api/drop', json={}).status_code == 400
     assert friend.post('/api/judge', json={'pair': 3 - pair, 'choice': 'tie', 'comment': ''}).status_code == 409
     assert store.judgements() == []
-    assert friend.post('/api/judge', json=body | {'comment': 'x' * 4000}).status_code == 200
+    assert friend.post('/api/judge', json=judged | {'comment': 'x' * 4000}).status_code == 200
     assert len(store.judgements()) == 1
 
 

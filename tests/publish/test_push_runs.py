@@ -149,7 +149,7 @@ def on_ranks(model: str, folder: str, address: str) -> dict[str, Any]:
     options: dict[str, Any] = {'tokenizer': load_tokenizer(model), 'run_dir': Path(folder, 'run'), 'max_epochs': 1}
     trainer = SFTTrainer(strategy, actor, optimizer, tiny_sequences(4), train_batch_size=4, **options)
     trainer.fit()
-    address = trainer.push_to_hub('tales', commit_message='from two', revision='draft')
+    uploaded = trainer.push_to_hub('tales', commit_message='from two', revision='draft')
     try:
         trainer.push_to_hub('you/tales')
         error = ''
@@ -157,4 +157,4 @@ def on_ranks(model: str, folder: str, address: str) -> dict[str, Any]:
         error = str(refused)
     trainer.save_pretrained(Path(folder, 'again'))
     left = sorted(p.name for p in Path(folder, 'run').iterdir() if p.name.startswith('upload-'))
-    return {'address': address, 'error': error, 'left': left, 'files': set(content(Path(folder, 'again')))}
+    return {'address': uploaded, 'error': error, 'left': left, 'files': set(content(Path(folder, 'again')))}
