@@ -122,7 +122,7 @@ def one_run(folder: Path, method: str, precision: str, layout: str) -> dict[str,
     if phase != math.ceil(job.updates / one_hash_runs.PER_PHASE):
         raise RuntimeError(f'{job.folder}: its last checkpoint is of phase {phase}')
     found = compare(reference, run)
-    return {'hash': digits, 'parts': [str(part.parting) for part in found.values() if part.parting is not None]}
+    return {'hash': digits, 'parts': [str(part.difference) for part in found.values() if part.difference is not None]}
 
 
 def kill(job: Job, ranks: int) -> None:

@@ -13,7 +13,7 @@ from chatgpt.launch.__main__ import peek
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import PPORun, SFTRun, run_class
-from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
+from chatgpt.launch.theirs import DATA_NAMES, PPO_NAMES, RUN_NAMES
 from chatgpt.names import THEIRS, hint
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.strategies.registry import STRATEGIES
@@ -28,7 +28,7 @@ def run(cls: Any, *argv: str) -> Any:
 
 def test_every_name_of_the_table_leads_somewhere():
     known = {f.name for cls in map(run_class, METHODS) for f in fields(cls)}
-    known |= {*OF_ALL, *OF_PPO, *OF_DATA, *STRATEGIES}
+    known |= {*RUN_NAMES, *PPO_NAMES, *DATA_NAMES, *STRATEGIES}
     known |= {
         'run_dir',
         'num_timesteps',

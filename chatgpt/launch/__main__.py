@@ -6,8 +6,8 @@
         examples/train_sft.py --strategy fsdp
     python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
 
-Words after the script belong to the script. Without flags here, its settings num_training_workers and
-resources_per_worker are the number and resources of workers. More in docs/launch.md.
+Words after the script are its arguments. Without flags here, its settings num_training_workers and resources_per_worker
+give the number and resources of workers. See docs/launch.md.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from chatgpt.launch.ray_request import RayLaunch
 from chatgpt.launch.torchrun import TorchrunLaunch
 from chatgpt.names import hint, ours
 
-OF_RAY = ('gpus_per_worker', 'address', 'placement', 'wait_s')
-OF_TORCHRUN = ('num_nodes', 'rdzv_endpoint', 'run_id', 'local_addr')
-RAY_ONLY: dict[str, Any] = {**dict.fromkeys(OF_RAY), 'env': []}
-TORCHRUN_ONLY: dict[str, Any] = dict.fromkeys(OF_TORCHRUN)
+RAY_FLAGS = ('gpus_per_worker', 'address', 'placement', 'wait_s')
+TORCHRUN_FLAGS = ('num_nodes', 'rdzv_endpoint', 'run_id', 'local_addr')
+RAY_ONLY: dict[str, Any] = {**dict.fromkeys(RAY_FLAGS), 'env': []}
+TORCHRUN_ONLY: dict[str, Any] = dict.fromkeys(TORCHRUN_FLAGS)
 
 
 def parser() -> Parser:
@@ -56,8 +56,8 @@ def parser() -> Parser:
         help='number of times that failed workers are replaced before the run stops (default: 3)',
     )
     groups = {
-        'ray': (RayLaunch, OF_RAY),
-        'torchrun, started with the same command on every node': (TorchrunLaunch, OF_TORCHRUN),
+        'ray': (RayLaunch, RAY_FLAGS),
+        'torchrun, started with the same command on every node': (TorchrunLaunch, TORCHRUN_FLAGS),
     }
     for title, (launch, names) in groups.items():
         group, docs, hints = out.add_argument_group(title), field_docs(launch), hints_of(launch)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options |= {'script': args.script, 'script_args': args.script_args, 'max_failures': args.max_failures}
     options |= workers(args)
     if args.launcher == 'torchrun':
-        options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
+        options.pop('gpus_per_worker', None)  # torchrun assigns no devices: local rank i takes device i
         torchrun.run_on_torchrun(TorchrunLaunch(**options))
     from chatgpt.launch.ray import run_on_ray
 
@@ -99,10 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """A file, and what follows it. A command of `python -m chatgpt` is that module's file, followed by the command.
+    """Returns the file to run and its arguments. For a command of `python -m chatgpt` the file is `__main__.py`.
 
     Raises:
-        ValueError: a plain word that is neither, with the nearest command.
+        ValueError: if `script` is neither a file nor a command; names the nearest command.
     """
     commands = [*METHODS, 'generate', 'evaluate']
     if not Path(script).is_file() and (script in commands or ':' in script):
@@ -112,43 +112,43 @@ def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
     return script, list(words)
 
 
-OF_THE_LAUNCH: dict[str, Any] = {
+LAUNCHER_SETTINGS: dict[str, Any] = {
     'num_training_workers': int | None,
     'resources_per_worker': dict[str, float] | None,
     'save_path': str,
 }
-"""settings of every run that concern its launcher too"""
+"""settings of a run that its launcher reads too"""
 
 
 def peek(argv: Sequence[str]) -> dict[str, Any]:
-    """The settings `OF_THE_LAUNCH` of a script called with `argv`, where its command line or config file has them.
+    """Returns those of `LAUNCHER_SETTINGS` that the command line `argv` of a script, or its config file, gives.
 
     Raises:
-        ValueError: the config file cannot be read, or a value is of another type.
+        ValueError: if the config file cannot be read, or a value has another type.
     """
     flags = dict[str, str]()
     for word, following in zip(argv, [*argv[1:], ''], strict=False):
         name, equals, text = word.removeprefix('--').partition('=')
         if word.startswith('--'):
-            flags[ours(name, OF_THE_LAUNCH)] = text if equals else following
+            flags[ours(name, LAUNCHER_SETTINGS)] = text if equals else following
     path = flags.pop('config_file', None)
-    # other words may be of a script that has sections of its own
-    words = [w for w in argv if ours(w.partition('=')[0].rpartition('.')[2], OF_THE_LAUNCH) in OF_THE_LAUNCH]
+    # the script may have sections of its own, so other words are not checked
+    words = [w for w in argv if ours(w.partition('=')[0].rpartition('.')[2], LAUNCHER_SETTINGS) in LAUNCHER_SETTINGS]
     found = dict[str, Any]()
     for source, entries, read in (
         (f'config_file {path}: ', flat(read_file(path)) if path else (), typed),
         ('command line: ', overrides(words), typed),
         ('', ((f'--{name}', name, text) for name, text in flags.items()), typed_text),
     ):
-        found |= collected(entries, OF_THE_LAUNCH, source, lambda where, key: None, read)
+        found |= collected(entries, LAUNCHER_SETTINGS, source, lambda where, key: None, read)
     return found
 
 
 def workers(args: argparse.Namespace) -> dict[str, Any]:
-    """Number and resources of workers, by the flags here or by the script's settings.
+    """Returns number and resources of workers, from the flags here or the script's settings.
 
     Raises:
-        ValueError: both say it, and not the same.
+        ValueError: if both give one, with different values.
     """
     settings = peek(args.script_args)
     resources = settings.get('resources_per_worker') or {}

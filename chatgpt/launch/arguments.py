@@ -1,7 +1,7 @@
-"""Command lines of the examples: flags out of settings dataclasses, strategies and functions by name, one-line errors.
+"""Command lines: flags made from settings dataclasses, strategies and functions by name, errors in one line.
 
-Every field of a settings class becomes a flag with the field's default and docstring, so a script and the Python API
-cannot drift apart. Left out: what a script does with its arguments.
+Every field of a settings class becomes a flag with the field's default and docstring, so that flags and Python API have
+the same settings.
 """
 
 from __future__ import annotations
@@ -27,38 +27,36 @@ from typing import Any, NoReturn
 
 from chatgpt.data.rewards.calling import made
 from chatgpt.launch.config_values import metavar_of, typed_text
-from chatgpt.launch.relaunch import mark_told, was_told
+from chatgpt.launch.relaunch import is_reported, mark_reported
 from chatgpt.names import choice_hint, hint
 from chatgpt.registry import load_object
 from chatgpt.rules import check
 from chatgpt.strategies.registry import STRATEGY_OPTIONS, strategy_flag
 from chatgpt.strategies.rules import PRECISION_RULES
 
-NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
-"""what an operating system says of a path that a user can mend"""
+ENVIRONMENT_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
+"""errors of the operating system about a path, which the user can correct"""
 OTHER_RANKS_WAIT_S = 1.0
-"""the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has
-said it"""
+"""seconds that ranks other than 0 wait before they print an error: torchrun ends them once rank 0 has ended"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose mistakes are one line, `error: ...`. Flags are written out; an unknown one is met with
-    the nearest."""
+    """An `ArgumentParser` with errors of one line. Flags cannot be abbreviated; an error names the nearest flag."""
 
     def __init__(self, **options: Any) -> None:
         formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
-        if self.add_help:  # a parser without hides some of its options in --help, and adds both itself
+        if self.add_help:  # a parser with add_help=False adds --help and --help-all itself
             self.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        tell(f'error: {message}{choice_hint(message)} (--help lists what there is)')
+        print_error(f'error: {message}{choice_hint(message)} (--help lists what there is)')
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
         if hasattr(parsed, 'words') and not any(text.startswith('-') for text in unknown):
-            parsed.words, unknown = [*parsed.words, *unknown], []  # words behind a flag, which argparse leaves over
+            parsed.words, unknown = [*parsed.words, *unknown], []  # argparse leaves over words behind a flag
         if unknown:
             known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
@@ -70,26 +68,26 @@ _hints = cache(typing.get_type_hints)
 
 
 def hints_of(cls: type) -> dict[str, Any]:
-    """The types of a settings class's fields."""
+    """Returns the types of a settings class's fields."""
     return _hints(cls)
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and its bases."""
+    """Returns the docstring under each field of a dataclass and its bases."""
     bases = [b for b in cls.__mro__[:-1] if '__annotations__' in vars(b)]
     return {name: doc for base in reversed(bases) for name, doc in _own_docs(base).items()}
 
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """The classes at the top of a module, parsed once for all of them."""
+    """Returns the top-level classes of a module, which is parsed once for all of them."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 @cache
 def _own_docs(cls: type) -> dict[str, str]:
-    """The docstring under each field that the class itself defines."""
+    """Returns the docstring under each field that the class itself defines."""
     docs: dict[str, str] = {}
     definition = _classes(cls.__module__).get(cls.__qualname__)
     body = (definition or ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body  # type: ignore[attr-defined]
@@ -110,8 +108,8 @@ def add_flag(
     choices: Iterable[str] = (),
     read: Callable[[str], Any] | None = None,
 ) -> None:
-    """A flag with a value of the annotated type, or what `read` makes of its text; that of a list may be given several
-    times, and one that is false may be given alone. `choices`: see `metavar_of`."""
+    """Adds a flag with a value of the annotated type, or of `read(text)`. A flag of a list may be given several times;
+    a flag with default False needs no value. `choices`: see `metavar_of`."""
     options: dict[str, Any] = {
         'default': default,
         'help': text.replace('%', '%%'),
@@ -125,7 +123,7 @@ def add_flag(
 
 
 def choices_of(f: Field[Any]) -> Iterable[str]:
-    """Names that the field's metadata has: a registry, or a function that gives one."""
+    """Returns the names in the field's metadata: a registry, or the result of a function."""
     choices = f.metadata.get('choices', ())
     return choices() if callable(choices) else choices
 
@@ -133,7 +131,7 @@ def choices_of(f: Field[Any]) -> Iterable[str]:
 def add_settings(
     parser: Any, cls: type, *, skip: Iterable[str] = (), read: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
 ) -> None:
-    """One flag per field of `cls`, with its default. `read`: of fields that are read in a way of their own."""
+    """Adds one flag per field of `cls`, with its default. `read`: functions that read the text of some fields."""
     hints, docs = hints_of(cls), field_docs(cls)
     for f in fields(cls):
         if f.name not in skip:
@@ -143,12 +141,12 @@ def add_settings(
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The values of a settings class's flags."""
+    """Returns the values of a settings class's flags."""
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
 def add_strategy(parser: Any) -> None:
-    """The flags of `strategy_of` for what runs and trains nothing."""
+    """Adds the flags that `strategy_of` reads, for commands that do not train."""
     from chatgpt.launch.runs import StrategySettings
 
     of_training = ('deterministic', 'reproducible', 'atoms')
@@ -160,17 +158,17 @@ def world_size_from_env() -> int:
 
 
 def processes_here() -> int:
-    """Ranks on this machine."""
+    """Returns the number of processes of this launch on this machine."""
     return int(os.environ.get('LOCAL_WORLD_SIZE') or world_size_from_env())
 
 
 def make_strategy(
     name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0, **options: Any
 ) -> Any:
-    """A strategy by its command-line name, with the options of `strategy_by_name`.
+    """Returns a strategy by its command-line name, with the options of `strategy_by_name`.
 
-    FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code
-    came from a hub may compute buffers in its constructor, and on the meta device those would be lost.
+    FSDP builds models on the meta device, so that no rank holds a whole one; not with `remote_code`, since code from a
+    hub may compute buffers in the constructor, and the meta device would lose them.
     """
     from chatgpt.strategies.registry import strategy_by_name
 
@@ -181,9 +179,9 @@ def make_strategy(
 
 @contextmanager
 def strategy_of(run: Any) -> Iterator[Any]:
-    """The strategy that a `chatgpt.launch.runs.Run` asks for, or the flags of `add_strategy`.
+    """Makes the strategy of a `chatgpt.launch.runs.Run`, or of the flags of `add_strategy`, and closes it at the end.
 
-    One rank's failure inside ends all, also before training has begun.
+    A failure of one rank inside ends all ranks, also before training has begun.
     """
     strategy = make_strategy(
         run.strategy,
@@ -198,10 +196,10 @@ def strategy_of(run: Any) -> Iterator[Any]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """A function from 'package.module:name' or 'path/to/file.py:name'; of a class, an object made without arguments.
+    """Loads a function by 'package.module:name' or 'path/to/file.py:name'. A class is called without arguments.
 
     Raises:
-        ValueError: it is not of that form, there is no such module or function, or a class that cannot be made so.
+        ValueError: if `spec` has another form, the module or name does not exist, or the class needs arguments.
     """
     function = load_object(spec)
     if not callable(function):
@@ -215,11 +213,11 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a
-    warning of ours.
+    """Runs the main function of a script and prints errors and warnings of this package as one line on stderr.
 
-    An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a
-    launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
+    A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function ends with
+    exit code 1: the same call may succeed, so a launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment
+    every error is raised with its traceback.
     """
     if hasattr(sys.stdout, 'reconfigure') and sys.stdout.errors == 'strict':
         sys.stdout.reconfigure(errors='backslashreplace')
@@ -228,9 +226,9 @@ def run_main(main: Callable[[], Any]) -> None:
             main()
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _stdout_is_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout at its exit
         raise SystemExit(128 + signal.SIGPIPE) from None
     except KeyboardInterrupt:
         if os.environ.get('RANK', '0') == '0':
@@ -239,29 +237,29 @@ def run_main(main: Callable[[], Any]) -> None:
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        tell(f'error: {_one_line(error)}')
-        failed = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
+        print_error(f'error: {_one_line(error)}')
+        failed = 'RewardFunctionError'  # by name: importing the class would import torch
         again = type(error).__name__ == failed or str(error).startswith(f'rank 0: {failed}: ')
-        raise SystemExit(1 if again else 2) from None  # 2: the same call would meet it again
+        raise SystemExit(1 if again else 2) from None  # 2: the same call would fail again
 
 
-def _nobody_reads() -> bool:
-    """Whether it is stdout that is closed, as of `| head`, and not a pipe of the run's own."""
+def _stdout_is_closed() -> bool:
+    """Returns True if the closed pipe is stdout, as with `| head`, and not another pipe of the run."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
-    except (OSError, ValueError):  # no file of the system
+        poll.register(sys.stdout.fileno(), 0)  # poll always reports errors
+    except (OSError, ValueError):  # stdout has no file descriptor
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def tell(what: str) -> None:
-    """Print what went wrong, once for all ranks where the launcher makes that possible."""
+def print_error(what: str) -> None:
+    """Prints an error, once for all ranks if the launcher makes that possible."""
     if os.environ.get('RANK', '0') != '0':
         time.sleep(OTHER_RANKS_WAIT_S)
-    if not was_told():
+    if not is_reported():
         print(what, file=sys.stderr, flush=True)
-        mark_told()
+        mark_reported()
 
 
 def _one_line(error: BaseException) -> str:
@@ -272,7 +270,7 @@ def _one_line(error: BaseException) -> str:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Warnings without the line of code that happened to give them."""
+    """Shows warnings without the line of code that raised them."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, category, filename, lineno, line=None: f'warning: {message}\n'
     try:
@@ -282,13 +280,12 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
-    """Whether the message alone is enough: an error class of this package, or one of the kinds below raised inside
-    it."""
+    """Returns True for an error that needs no traceback: of a class of this package, or of one below raised in it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
-    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # which shows where it came from
+    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # rank 0 prints the traceback
         return True
-    if isinstance(error, OSError) and error.errno in NOBODYS_FAULT and error.filename:
+    if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRORS and error.filename:
         return True
     if not isinstance(error, (ValueError, FileNotFoundError, ImportError, FloatingPointError)):
         return False

@@ -1,7 +1,7 @@
-"""Runs from config files: YAML, JSON, or a `.conf` that holds one Python literal; with overrides and flags on top.
+"""Runs from config files (YAML, JSON, or a `.conf` file with one Python literal), `key=value` words and flags.
 
-Precedence: the dataclass's defaults, the file, `key=value` words, flags. A file may be flat, or have the sections
-General, Dataset and Training; keys are the run's own names or those of llm-on-ray. Nothing in a file is ever evaluated.
+Precedence, from low to high: defaults of the dataclass, file, `key=value` words, flags. A file may be flat, or have the
+sections General, Dataset and Training; keys are names of the run's fields or llm-on-ray's. No code in a file is run.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs, h
 from chatgpt.launch.config_values import OVERRIDE, collected, flat, overrides, read_file
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import PPORun, Run, run_class
-from chatgpt.launch.theirs import in_our_words, meet, their_settings
+from chatgpt.launch.theirs import check_processes, their_settings, to_our_settings
 from chatgpt.names import hint, ours
 
 R = TypeVar('R', bound=Run)
 BOOLEANS = ('true', 'false', 'yes', 'no', '1', '0')
 PAIRS = {'pretrain': ('model_name', 'model_pretrain'), 'reward_model': ('rm_name', 'rm_pretrain')}
-"""llm-on-ray's two keys for one PPO model, by our field: the name, and trained weights that take its place"""
+"""llm-on-ray's two keys for one PPO model, by our field: the model, and trained weights that replace it"""
 
 
 def values_of(
     entries: Iterable[tuple[str, str, Any]], cls: type[Run], source: str, below: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Entries as values of a run's fields.
+    """Returns the values of a run's fields from entries (place, key, value).
 
     Args:
-        below: what the source that these entries override says, by its own keys.
+        below: keys and values of the source that these entries override.
 
     Raises:
-        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type.
+        ValueError: for an unknown key (names the nearest), two keys for one field, or a value of another type.
     """
 
     entries = list(entries)
 
     def unknown(where: str, key: str) -> NoReturn:
         others = _commands_with([key for _, key, _ in entries])
-        told = f'; the settings of this file are those of {" or ".join(others)}: use that command' if others else ''
-        raise ValueError(f'{source}: {where} is not a setting of this run{told or hint(key, _names(cls))}')
+        other_command = (
+            f'; the settings of this file are those of {" or ".join(others)}: use that command' if others else ''
+        )
+        raise ValueError(f'{source}: {where} is not a setting of this run{other_command or hint(key, _names(cls))}')
 
     hints = hints_of(cls) | their_settings(cls)
     return collected(_paired(entries, cls, below or {}), hints, f'{source}: ', unknown)
 
 
 def _commands_with(keys: SequenceOf[str]) -> list[str]:
-    """The commands that take all of these settings; of those with the same settings, the first. None of a single key,
-    which is rather a slip."""
+    """Returns the commands that take all of these settings, the first of those with equal settings. Returns no command
+    for a single key, which is more likely misspelt."""
     commands = {run_class(name): name for name in reversed(list(METHODS))} if len(keys) > 1 else {}
     known = {name: hints_of(cls) | their_settings(cls) for cls, name in commands.items()}
     return sorted(name for name, hints in known.items() if all(ours(key, hints) in hints for key in keys))
@@ -62,8 +64,8 @@ def _commands_with(keys: SequenceOf[str]) -> list[str]:
 def _paired(
     entries: list[tuple[str, str, Any]], cls: type[Run], below: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Entries with a pair of llm-on-ray's keys as one field: the trained weights where there are any, else the name,
-    of this source or of the one below."""
+    """Replaces each pair of keys in `PAIRS` by one field: the trained weights if given, else the name, from this source
+    or the one below."""
     pairs = {key: (field, *keys) for field, keys in PAIRS.items() for key in keys} if issubclass(cls, PPORun) else {}
     values = {key: value for _, key, value in entries}
     for where, key, value in entries:
@@ -94,23 +96,23 @@ def parse_run(
     method: str | None = None,
     prog: str | None = None,
 ) -> R:
-    """A run from the command line: a positional source of data, flags, `--config_file`, `key=value` words.
+    """Returns the run of a command line: a positional source of data, flags, `--config_file`, `key=value` words.
 
     Args:
         positional: the field that a word without `=` sets.
-        method: name in `METHODS`, whose settings are the defaults; None: the user says it, or the class.
-        prog: what --help calls the command.
+        method: name in `METHODS` of the method that gives the defaults; None: that of the user or of the class.
+        prog: name of the command in --help.
 
     Raises:
-        ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as
-            YAML.
+        ValueError: see `values_of`.
+        SystemExit: after --print_config, which prints all settings as YAML.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = run_parser(cls, description, positional, method=method, prog=prog, everything=HELP_ALL in argv)
     if HELP_ALL in argv:
         parser.print_help()
         raise SystemExit(0)
-    flags, words = _sorted(argv, cls)
+    flags, words = _split_argv(argv, cls)
     given = vars(parser.parse_args(flags))
     plain, path, show = given.pop('words', []), given.pop('config_file', None), given.pop('print_config', False)
     if len(plain) > (positional is not None):
@@ -120,23 +122,23 @@ def parse_run(
     values |= values_of(overrides(words), cls, 'command line', {key: value for _, key, value in entries})
     values |= {positional: plain[0]} if plain and positional is not None else {}
     presets = presets_of(method)
-    before = said_before(cls, presets | values | given)
-    values, of_processes = in_our_words(values | given, cls, before)
+    before = given_before(cls, presets | values | given)
+    values, of_processes = to_our_settings(values | given, cls, before)
     if not show:
-        meet(**of_processes)
-    said = presets | before | values
-    run = cls.from_dict(said)
-    run.said, run.method = said, method or run.method
+        check_processes(**of_processes)
+    given_values = presets | before | values
+    run = cls.from_dict(given_values)
+    run.given, run.method = given_values, method or run.method
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
     if before and os.environ.get('RANK', '0') == '0':
-        report_said({n: v for n, v in before.items() if n not in presets}, values, cls.from_dict({}).to_dict())
+        report_changes({n: v for n, v in before.items() if n not in presets}, values, cls.from_dict({}).to_dict())
     return run
 
 
 def presets_of(method: str | None) -> dict[str, Any]:
-    """What a method sets unless the user says otherwise."""
+    """Returns the settings that a method changes from the class's defaults."""
     if method is None:
         return {}
     return {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
@@ -151,7 +153,7 @@ def run_parser(
     prog: str | None = None,
     everything: bool = False,
 ) -> Parser:
-    """The flags of a run. --help shows the common ones, by what they are about; with `everything` it shows all."""
+    """Returns a parser of a run's flags. --help shows the common ones in groups, with `everything` all of them."""
     parser = Parser(description=description, prog=prog, add_help=False, argument_default=argparse.SUPPRESS)
     word = f'[{positional.upper()}] ' if positional else ''
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
@@ -187,23 +189,23 @@ def run_parser(
 
 
 def option_text(cls: type[Run], name: str, doc: str, default: Any, method: str | None) -> str:
-    """What a setting means, and its default where that does not say it already."""
+    """Returns the help of a setting: its docstring, and its default unless the docstring has it."""
     shown = '' if default is MISSING else cls.shown_default(name, default, method)
     return doc if shown == 'none' and 'none:' in doc else f'{doc} (default: {shown})'.strip()
 
 
-def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
-    """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
+def _split_argv(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
+    """Splits a command line into flags and plain words for argparse, and `key=value` words, which may be anywhere.
 
     `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`.
-    A word behind `--tensorboard` that looks neither like a file nor like a data set is taken for its value.
+    A word behind `--tensorboard` that looks neither like a file nor like a data set is its value.
 
     Raises:
-        ValueError: two flags that are different names of one setting.
+        ValueError: if two flags are different names of one setting.
     """
     names, hints = _names(cls), hints_of(cls)
     switches = {name for name, hint in hints.items() if hint in (bool, bool | None)}
-    flags, words, said = list[str](), list[str](), dict[str, str]()
+    flags, words, names_given = list[str](), list[str](), dict[str, str]()
     takes_value = False
     for i, word in enumerate(argv):
         given, equals, text = word.removeprefix('--').partition('=')
@@ -212,8 +214,8 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
             takes_value = False
             continue
         name = ours(given, names)
-        if said.setdefault(name, given) != given:
-            raise ValueError(f'--{said[name]} and --{given} both set {name}; give one')
+        if names_given.setdefault(name, given) != given:
+            raise ValueError(f'--{names_given[name]} and --{given} both set {name}; give one')
         takes_value = not equals and name not in ('print_config', 'help')
         if not equals and name in switches:
             following = argv[i + 1] if i + 1 < len(argv) else ''
@@ -228,33 +230,31 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
 
 
 def to_yaml(run: Run) -> str:
-    """Every field of a run, which `read_file` reads back as the same run."""
+    """Returns every field of a run as YAML, from which `read_file` and `Run.from_dict` make the same run."""
     import yaml
 
     return yaml.safe_dump(run.to_dict(), sort_keys=False, allow_unicode=True)
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """In the run's folder: `config.yaml`, every setting; and `said.yaml`, those that the user gave, in this start or an
-    earlier one."""
+    """Writes `config.yaml`, every setting, and `said.yaml`, the settings given in this or an earlier start."""
     import yaml
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, 'config.yaml').write_text(to_yaml(run))
-    said = {name: value for name, value in run.said.items() if name not in OF_ONE_START}
-    Path(folder, SAID).write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True))
+    kept = {name: value for name, value in run.given.items() if name not in START_SETTINGS}
+    Path(folder, GIVEN_FILE).write_text(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 
 
-# ---------------------------------------------------------------------- a run that goes on
+# ---------------------------------------------------------------------- resuming
 
-SAID = 'said.yaml'
-OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy')
-"""settings that say what one start does and on what layout, which may be another each time"""
+GIVEN_FILE = 'said.yaml'
+START_SETTINGS = ('resume', 'save_path', 'plan', 'strategy')
+"""settings of one start only, which a resume does not take over"""
 
 
-def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty
-    without a resume."""
+def given_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings given in earlier starts of the run that `resume` names; empty without a resume."""
     if not values.get('resume'):
         return {}
     from chatgpt.strategies.checkpoint import latest
@@ -265,16 +265,16 @@ def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
     else:  # a run's folder, its checkpoints, or one of them
         folder = Path(values['resume']).absolute()
         places = [folder, folder.parent, folder.parent.parent]
-    found = next((place / SAID for place in places if (place / SAID).is_file()), None)
+    found = next((place / GIVEN_FILE for place in places if (place / GIVEN_FILE).is_file()), None)
     if found is None:
         return {}
-    known = set(cls.field_names()) - set(OF_ONE_START)
+    known = set(cls.field_names()) - set(START_SETTINGS)
     return {name: value for name, value in (read_file(found) or {}).items() if name in known}
 
 
-def report_said(before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Say which settings this start changes, and which it takes over. A default that is spelled out is no change."""
-    now = {n: v for n, v in now.items() if n not in OF_ONE_START and (n in before or v != defaults.get(n))}
+def report_changes(before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Prints the settings that this start changes and those it keeps. A given default is no change."""
+    now = {n: v for n, v in now.items() if n not in START_SETTINGS and (n in before or v != defaults.get(n))}
     changed = [
         f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v
     ]

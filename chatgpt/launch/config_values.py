@@ -1,4 +1,4 @@
-"""Values out of flags, config files and `key=value` words. Nothing in a file is ever evaluated."""
+"""Reads values from flags, config files and `key=value` words. No code in a file is run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
 
 
 def yaml_loader() -> type[Any]:
-    """PyYAML's safe loader, for which 1e-5 is a number, None is null, and a name that stands twice an error."""
+    """Returns PyYAML's safe loader, changed so that 1e-5 is a number, None is null, and a repeated name is an error."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -54,7 +54,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """One Python literal, as llm-on-ray's .conf files hold."""
+    """Parses one Python literal, the format of llm-on-ray's .conf files."""
     try:
         tree = ast.parse(text.strip() or '{}', mode='eval')
         content = ast.literal_eval(tree)
@@ -70,10 +70,10 @@ FORMATS = {'.yaml': parse_yaml, '.yml': parse_yaml, '.json': parse_json, '.conf'
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """A config file's content.
+    """Returns the content of a config file.
 
     Raises:
-        ValueError: it is not there, is not what its ending says, is no mapping, or has a name twice.
+        ValueError: if it does not exist, does not have the format of its suffix, is no mapping, or repeats a name.
     """
     path = Path(path)
     if not path.is_file():
@@ -90,7 +90,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def check_once(names: Iterable[tuple[str, int | None]]) -> None:
-    """Raises ValueError for a name that stands twice; with its lines, where those are known."""
+    """Raises ValueError for a repeated name; gives its lines where they are known."""
     lines: dict[str, int | None] = {}
     for name, line in names:
         if name in lines:
@@ -100,7 +100,7 @@ def check_once(names: Iterable[tuple[str, int | None]]) -> None:
 
 
 def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(place, key, value) of every entry; sections are opened."""
+    """Yields (place, key, value) of every entry, also of those in sections."""
     for key, value in content.items():
         if str(key).lower() in SECTIONS and (isinstance(value, Mapping) or str(key)[0].isupper()):
             if value is not None and not isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
-    """(place, key, value) of `Training.learning_rate=1e-4`, or without the section; values are YAML."""
+    """Yields (place, key, value) of words such as `Training.learning_rate=1e-4`; the section is optional."""
     for word in filter(OVERRIDE.fullmatch, words):
         where, _, text = word.partition('=')
         *sections, key = where.split('.')
@@ -134,7 +134,7 @@ def parse_bool(text: str) -> bool:
 
 
 def number(text: Any) -> float:
-    """A flag's value as a float; 'nan' is none."""
+    """Reads a flag's value as a float; 'nan' is an error."""
     try:
         value = float(text)
     except (TypeError, ValueError):
@@ -145,7 +145,7 @@ def number(text: Any) -> float:
 
 
 def whole_number(text: str) -> int:
-    """A flag's value as an int; '0.0' is one."""
+    """Reads a flag's value as an int; '2.0' is 2."""
     try:
         return int(text)
     except ValueError:
@@ -158,15 +158,15 @@ PARSERS: dict[Any, Any] = {bool: parse_bool, int: whole_number, float: number}
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one that there is."""
+    """Returns the types of a union, or a tuple of the single type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """A value of a file, a flag or a keyword as the annotated type; the text 'none' is None where the type allows it.
+    """Converts a value of a file, a flag or a keyword to the annotated type; 'none' is None if the type allows it.
 
     Raises:
-        ValueError, argparse.ArgumentTypeError: it is of none of the types.
+        ValueError, argparse.ArgumentTypeError: if it fits none of the types.
     """
     options = options_of(hint)
     for option in options:
@@ -200,7 +200,7 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def typed_text(text: str, hint: Any) -> Any:
-    """A flag's text as the annotated type; that of a dict is YAML."""
+    """Converts a flag's text to the annotated type; a dict is given as YAML."""
     return typed(parse_yaml(text) if 'dict[' in str(hint) else text, hint)
 
 
@@ -211,14 +211,14 @@ def collected(
     unknown: Callable[[str, str], object],
     read: Callable[[Any, Any], Any] = typed,
 ) -> dict[str, Any]:
-    """Entries (place, key, value) as values of the settings with these types, by our names.
+    """Converts entries (place, key, value) to values of the settings with these types, by our names.
 
     Args:
-        source: begins the errors.
-        unknown: called with place and key of what is none of the settings; it raises, or the entry is left out.
+        source: start of the error messages.
+        unknown: called with place and key of an entry that is no setting; it raises, or the entry is ignored.
 
     Raises:
-        ValueError: two entries of one setting, a value of another type.
+        ValueError: for two entries of one setting, or a value of another type.
     """
     found, places = dict[str, Any](), dict[str, str]()
     for where, key, value in entries:
@@ -237,11 +237,8 @@ def collected(
 
 
 def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
-    """The value of a flag in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}.
-
-    Of a field whose metadata has a registry as `choices`, its names.
-    """
-    if choices := [name for name in choices if ':' not in name]:  # what module:name named is found there too
+    """Returns the value of a flag in --help: {dpo,kto}, true|false, N (whole number), X, TEXT, {KEY:X}, or choices."""
+    if choices := [name for name in choices if ':' not in name]:  # a registry also keeps what module:name has loaded
         return '{' + ','.join(choices) + '}|module:name'
     words = []
     for option in options_of(hint):

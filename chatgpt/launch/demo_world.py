@@ -1,11 +1,11 @@
-"""The world of the demo and of runs without data: stories of a few sentences with a known value, the small model
-that is taught to write them, and for a run in a game one that is taught its moves.
+"""Data and models of the demo and of runs without data: short stories with a known score, and small models that are
+trained to write them or to make the moves of a game.
 
     one day a small fox went to the river .  it found a flower . it felt glad . it played with a duck .
 
-The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar,
-so preferences can be generated, a reward model trained on them, and a policy scored by the truth instead of by that
-reward model. Everything follows from a seed. Imports no torch until a model is taught.
+The prompt is the first sentence, the response the rest. `true_score` scores a response by the stories' grammar, so
+preferences can be generated from it, and a policy trained with a reward model can be measured by the true score.
+Everything is a function of a seed. Imports torch only to train a model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', 
 PAD, BOS, EOS, UNKNOWN = '<pad>', '<bos>', '<eos>', '<unk>'
 MAX_SENTENCES = 4
 VALUES = (1, 0, -1)
-RUN = 3
-"""words of a run whose second occurrence in a response is repetition"""
+REPEAT_WORDS = 3
+"""length of the word sequences that `repeated_share` counts"""
 
 _VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
 _SENTENCES = (
@@ -69,9 +69,8 @@ def _response(rng: random.Random) -> str:
     return ' '.join(_sentences(rng))
 
 
-def _spoilt(rng: random.Random, response: str) -> str:
-    """A response with a fault that a policy could fall into: words out of order, one word over and over, a broken end,
-    a refrain."""
+def _corrupted(rng: random.Random, response: str) -> str:
+    """Returns a response with a typical fault: shuffled words, one repeated word, a cut end, or a repeated sentence."""
     words = response.split()
     fault = rng.randrange(4)
     if fault == 0:
@@ -86,8 +85,8 @@ def _spoilt(rng: random.Random, response: str) -> str:
 
 
 def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) -> list[str]:
-    """The same story but for one thing, of those that a policy in training does: a sentence said again in the place of
-    another, or once more; an end that breaks off; another sentence; most often a wrong word."""
+    """Returns a story with one change typical of a policy in training: a repeated sentence in place of another or
+    inserted, a cut end, another sentence, or, in half of the cases, a wrong word."""
     sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(8)
     if change == 0:
         sentences[at] = rng.choice(sentences)
@@ -105,19 +104,19 @@ def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) 
 
 
 def demo_corpus(num: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num` stories as {'prompt', 'response'}; cheerful, neutral and gloomy sentences are equally likely."""
+    """Returns `num` stories as {'prompt', 'response'}; cheerful, neutral and gloomy sentences are equally likely."""
     rng = random.Random(f'corpus {seed}')
     return [{'prompt': _prompt(rng), 'response': _response(rng)} for _ in range(num)]
 
 
 def demo_prompts(num: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num` first sentences as {'prompt'}."""
+    """Returns `num` first sentences as {'prompt'}."""
     rng = random.Random(f'prompts {seed}')
     return [{'prompt': _prompt(rng)} for _ in range(num)]
 
 
 def _pairs(num: int, draw: Callable[[], tuple[str, str, str]]) -> list[dict[str, str]]:
-    """`num` drawn (prompt, response, response), ordered by the truth; pairs of equal truth are drawn again."""
+    """Returns `num` samples of `draw`, (prompt, response, response), ordered by true score; ties are sampled again."""
     pairs: list[dict[str, str]] = []
     while len(pairs) < num:
         prompt, a, b = draw()
@@ -129,24 +128,24 @@ def _pairs(num: int, draw: Callable[[], tuple[str, str, str]]) -> list[dict[str,
 
 
 def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num` pairs as {'prompt', 'chosen', 'rejected'}. One response in three is spoilt (`_spoilt`), so that a reward
-    model also learns what a good story must not do."""
+    """Returns `num` pairs as {'prompt', 'chosen', 'rejected'}. One response in three is corrupted (`_corrupted`), so
+    that a reward model also learns to reject faults."""
     rng = random.Random(f'preferences {seed}')
 
     def draw() -> tuple[str, str, str]:
         prompt, a, b = _prompt(rng), _response(rng), _response(rng)
-        a, b = (_spoilt(rng, r) if rng.random() < 1 / 3 else r for r in (a, b))
+        a, b = (_corrupted(rng, r) if rng.random() < 1 / 3 else r for r in (a, b))
         return prompt, a, b
 
     return _pairs(num, draw)
 
 
 def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num` pairs as {'prompt', 'chosen', 'rejected'}, as close as two answers of one policy, which is what a reward
-    model must tell apart while PPO presses on it.
+    """Returns `num` pairs as {'prompt', 'chosen', 'rejected'}, as similar as two responses of one policy, which a
+    reward model must rank during PPO.
 
-    Both stories of a pair are of one mood, mixed to cheerful. Half of the pairs are a story and the same with one thing
-    changed (`_changed`), and one second story in five is spoilt.
+    Both stories of a pair have one mood, from mixed to cheerful. In half of the pairs the second story is the first
+    with one change (`_changed`); one second story in five is corrupted.
     """
     rng = random.Random(f'close preferences {seed}')
 
@@ -156,39 +155,39 @@ def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
         other = _changed(rng, story, values) if rng.random() < 1 / 2 else _sentences(rng, values)
         a, b = ' '.join(story), ' '.join(other)
         if rng.random() < 1 / 5:
-            b = _spoilt(rng, b)
+            b = _corrupted(rng, b)
         return prompt, a, b
 
     return _pairs(num, draw)
 
 
 def rewarded_stories(num: int) -> list[dict[str, Any]]:
-    """Stories with their value, as {'prompt', 'response', 'reward'}."""
+    """Returns stories with their true score, as {'prompt', 'response', 'reward'}."""
     return [row | {'reward': true_score(row['prompt'], row['response'])} for row in demo_corpus(num, seed=0)]
 
 
 def true_reward(prompts: list[str], responses: list[str]) -> list[float]:
-    """The truth as a reward function."""
+    """`true_score` as a reward function."""
     return [true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
 
 
 def repeated_share(response: str) -> float:
-    """Share of a response's runs of `RUN` words that stood in it before (seq-rep-n of Welleck et al. 2020); 0 without
-    such a run.
+    """Returns the share of a response's `REPEAT_WORDS`-grams that repeat an earlier one (seq-rep-n of Welleck et al.
+    2020), 0 if it has none.
 
     >>> repeated_share('it felt glad . it felt sad . it felt glad .')
     0.3
     """
     words = response.split()
-    runs = list(zip(*(words[i:] for i in range(RUN)), strict=False))
+    runs = list(zip(*(words[i:] for i in range(REPEAT_WORDS)), strict=False))
     return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
 
 
 def true_score(prompt: str, response: str) -> float:
-    """What a response is worth, in [−1.25, 1]: the sum over its first four sentences / 4.
+    """Returns the score of a response, in [−1.25, 1]: the sum over its first four sentences / 4.
 
-    A well-formed sentence counts its word's value (+1 cheerful, 0, −1 gloomy), the same sentence only once; any other
-    counts −1. A response that breaks off within a sentence, or says nothing, loses 1/4.
+    A well-formed sentence counts the value of its word (+1 cheerful, 0 neutral, −1 gloomy), a repeated one 0; any other
+    sentence counts −1. A response that ends within a sentence, or is empty, loses 1/4.
     """
     *sentences, rest = [s.strip() for s in response.strip().split('.')]
     total, seen = 0.0, set()
@@ -208,8 +207,7 @@ def _sentence_value(sentence: str) -> float:
 
 
 def demo_tokenizer() -> Any:
-    """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end
-    tokens."""
+    """Returns a word-level `PreTrainedTokenizerFast` of the stories' words, with distinct pad, begin and end tokens."""
     from tokenizers import decoders, pre_tokenizers
 
     words = [*FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
@@ -228,7 +226,7 @@ def _tokenizer(words: Iterable[str], bos: str, eos: str, split: Any, decoder: An
 
 
 def demo_config(vocab_size: int | None = None, n_positions: int = 64) -> Any:
-    """A GPT-2 of 4 layers x 64, by default for the world's tokenizer: about 0.2 million parameters."""
+    """Returns the config of a GPT-2 of 4 layers x 64, by default for `demo_tokenizer`: about 0.2 million parameters."""
     from transformers import GPT2Config
 
     return GPT2Config(
@@ -249,29 +247,29 @@ def demo_config(vocab_size: int | None = None, n_positions: int = 64) -> Any:
 # --- games ----------------------------------------------------------------------------------------------------------
 
 CHARACTERS = '\n' + ''.join(map(chr, range(32, 127)))
-"""of the tokenizer of games: those of every game, and of their rules"""
+"""vocabulary of `game_tokenizer`; covers the text of every game"""
 GAME_CONTEXT = 512
 
 
 def game_tokenizer() -> Any:
-    """A `PreTrainedTokenizerFast` with a token per character of ASCII."""
+    """Returns a `PreTrainedTokenizerFast` with one token per ASCII character."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     return _tokenizer(CHARACTERS, '<s>', '</s>', pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated'), decoders.Fuse())
 
 
 def game_config() -> Any:
-    """A GPT-2 of 4 layers x 64 for that tokenizer: about 0.25 million parameters."""
+    """Returns the config of a GPT-2 of 4 layers x 64 for `game_tokenizer`: about 0.25 million parameters."""
     return demo_config(4 + len(CHARACTERS), GAME_CONTEXT)
 
 
-def games_of_a_random_player(make: Any, tokenizer: Any, *, num_tokens: int = 160_000, most: int = 8000) -> list[Any]:
-    """Episodes as demonstrations, each a `Sequence`: each move, with an end token, is trained on; observations are not.
-    Longer ones are cut at a move.
+def random_games(make: Any, tokenizer: Any, *, num_tokens: int = 160_000, most: int = 8000) -> list[Any]:
+    """Returns episodes of a random player as demonstrations, each a `Sequence`. The mask is True on moves and their end
+    tokens, False on observations. An episode longer than `GAME_CONTEXT` is cut before a move.
 
     Args:
-        make: makes a `Game`.
-        num_tokens: of all of them together, about; at most `most` games.
+        make: returns a `Game`.
+        num_tokens: approximate total of tokens; at most `most` episodes.
     """
     import torch
 
@@ -311,9 +309,9 @@ def games_of_a_random_player(make: Any, tokenizer: Any, *, num_tokens: int = 160
 # --- a run without data or model ------------------------------------------------------------------------------------
 
 NUM_EXAMPLES = 2000
-"""preferences or stories of a run without data"""
+"""number of preferences or stories of a run without data"""
 NUM_STORIES = 1600
-"""stories that the model is taught, for two epochs"""
+"""number of stories that the small model is trained on, for two epochs"""
 _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     'sft': {'lr': 3e-3},
     'reward-model': {'lr': 1e-3},
@@ -322,37 +320,36 @@ _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def trial_defaults(method: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A method's defaults for the small model, in place of those for a model that the user gives."""
+    """Returns a method's defaults for the small model, from those for a model of the user."""
     lr = 3e-4 if 'critic_lr' in defaults else 1e-4
     ours = {'lr': lr, 'critic_lr': 1e-3, 'max_new_tokens': 32, 'overlong_buffer': None} | _OWN_DEFAULTS.get(method, {})
     return {name: ours.get(name, value) for name, value in defaults.items()}
 
 
 def write_demo_model(folder: str | Path, seed: int) -> None:
-    """A Hugging Face folder with a small GPT-2 after SFT on stories, and its tokenizer.
+    """Writes a Hugging Face folder with a small GPT-2 after SFT on stories, and its tokenizer.
 
-    A policy that cannot write one sentence earns the same for everything that it says, and has nothing to learn from.
+    A policy that cannot write a sentence gets the same score for every response, so PPO could not improve it.
     """
     from chatgpt.data import load_demonstrations
 
     tokenizer = demo_tokenizer()
     stories = load_demonstrations(demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
-    write_taught(folder, seed, demo_config(), tokenizer, stories, max_epochs=2)
+    write_trained(folder, seed, demo_config(), tokenizer, stories, max_epochs=2)
 
 
 def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
-    """The same with a small GPT-2 that has learned the moves of a random player of the game that `environment`
-    makes."""
+    """Writes a folder with a small GPT-2 after SFT on a random player's moves in the game that `environment` makes."""
     tokenizer = game_tokenizer()
-    games = games_of_a_random_player(environment, tokenizer)
-    write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
+    games = random_games(environment, tokenizer)
+    write_trained(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
 
 
-def write_taught(
+def write_trained(
     folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any], **options: Any
 ) -> None:
-    """A folder with a GPT-2 of new weights after SFT in this process, so that they do not depend on how many there are.
-    `options` are of the trainer."""
+    """Writes a folder with a new GPT-2 after SFT in this process alone, so that its weights do not depend on the number
+    of processes. `options`: keywords of the trainer."""
     import torch
 
     from chatgpt.nn import GPTActor

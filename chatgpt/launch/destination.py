@@ -1,7 +1,5 @@
-"""Where a run leaves its checkpoints and its trained model, tried before any weight is loaded: what is there, rights,
-and room.
-
-Left out: writing it (`recipes.finish`).
+"""Checks of the folders of a run and of its trained model, before any weight is loaded: earlier contents, permissions,
+free space.
 """
 
 from __future__ import annotations
@@ -22,19 +20,20 @@ from chatgpt.strategies.checkpoint import claim_folder, latest
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
 UPLOADED = ('README.md', 'LICENSE', 'LICENSE.md', 'LICENSE.txt', '.gitattributes')
-"""what may lie in a model's folder before it is written, and is uploaded with it"""
+"""files that may be in a model's folder before the model is written, and are uploaded with it"""
 MIB = 2**20
 
 
 def final_folder(run: Run, name: str) -> Path:
-    """The folder of the trained model; `name` says what it is: actor or reward_model."""
+    """Returns the folder of the trained model; `name` is actor or reward_model."""
     return Path(run.model_path or Path(run.save_path, name))
 
 
 def check_resume(args: Run) -> None:
-    """A run goes on when that was asked for, or its launcher has restarted it.
+    """Sets `args.resume` to 'auto' if the launcher has restarted the run.
 
-    It never mixes its checkpoints with an earlier one's, nor replaces that one's trained model.
+    Raises:
+        ValueError: if a run that does not resume would write into a folder with checkpoints or a trained model.
     """
     if args.resume and args.resume != 'auto' and not Path(args.resume).is_dir():
         raise ValueError(f"--resume {args.resume}: there is no such folder; give a checkpoint's folder, or auto")
@@ -46,13 +45,12 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or '
             'choose another --save_path'
         )
-    check_not_replaced(args, goes_on=bool(args.resume) and (found is not None or is_restart(args.save_path)))
+    check_not_replaced(args, resumes=bool(args.resume) and (found is not None or is_restart(args.save_path)))
 
 
-def check_not_replaced(run: Run, *, goes_on: bool) -> None:
-    """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its
-    own."""
-    own = goes_on and recorded_destination(run) == run.model_path
+def check_not_replaced(run: Run, *, resumes: bool) -> None:
+    """Raises ValueError if the trained model would replace an existing one. A run that resumes may replace its own."""
+    own = resumes and recorded_destination(run) == run.model_path
     for name in ('actor', 'reward_model'):
         place = final_folder(run, name)
         for flag in ('pretrain', 'reward_model', 'tokenizer'):
@@ -75,23 +73,23 @@ def check_not_replaced(run: Run, *, goes_on: bool) -> None:
 
 
 def recorded_destination(run: Run) -> str | None:
-    """The model_path that this run's folder says it was started with."""
+    """Returns the model_path in the config.yaml of the run's folder."""
     record = Path(run.save_path, 'config.yaml')
     return (read_file(record) or {}).get('model_path') if record.is_file() else None
 
 
 def check_destination(run: Run, config: Any, name: str) -> None:
-    """Try the run's folder and the trained model's, and whether that may be uploaded where this is asked for. Only rank
-    0 looks, which is the one that writes.
+    """Checks on rank 0, which writes them, the folders of the run and of its trained model, and the permission to
+    upload the model if push_to_hub is set.
 
     Raises:
-        ValueError: one cannot be made or written, or has no room for the whole model; or it may not be uploaded.
-            CheckpointError: another run holds the folder, with its process and host.
+        ValueError: if a folder cannot be created or written, has too little free space, or may not be uploaded.
+        CheckpointError: if another run holds the folder; names its process and host.
     """
     if os.environ.get('RANK', '0') != '0':
         return
     folder, place = Path(run.save_path), final_folder(run, name)
-    with _leaving_nothing(folder, f'cannot write to {folder}'):
+    with _removed_if_new(folder, f'cannot write to {folder}'):
         claim_folder(folder).release()
     try_model_folder(place, config, trust_remote_code=run.trust_remote_code)
     if run.push_to_hub is not None:
@@ -100,8 +98,8 @@ def check_destination(run: Run, config: Any, name: str) -> None:
 
 
 def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
-    """Raises ValueError for a model's folder with files that nobody asked to have uploaded, and see `check_push`.
-    `own`: the folder is this run's, from an earlier start."""
+    """Raises ValueError for a model's folder with other files, which would be uploaded too, and see `check_push`.
+    `own`: the folder was written by an earlier start of this run."""
     others = [] if own or not folder.is_dir() else sorted(p.name for p in folder.iterdir() if p.name not in UPLOADED)
     if others:
         raise ValueError(
@@ -112,19 +110,19 @@ def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
 
 
 def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = False) -> None:
-    """Find out on rank 0 whether a model of `config` can be written to a folder. Nothing new is left there.
+    """Checks on rank 0 that a model of `config` can be written to a folder. Leaves nothing behind.
 
     Raises:
-        ValueError: it cannot be made or written, or has no room for the whole model.
+        ValueError: if the folder cannot be created or written, or has too little free space for the model in fp32.
     """
     if os.environ.get('RANK', '0') != '0':
         return
     if place.is_file():
         raise ValueError(f'cannot write the trained model to {place}: it is a file')
-    with _leaving_nothing(place, f'cannot write the trained model to {place}'):
+    with _removed_if_new(place, f'cannot write the trained model to {place}'):
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place) as file:
-            file.write(b'\0')  # an empty file fits where a quota is used up
+            file.write(b'\0')  # an empty file can be written even if a quota is used up
             file.flush()
     needed = _bytes_of(config, trust_remote_code)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
@@ -136,8 +134,8 @@ def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = Fals
 
 
 @contextmanager
-def _leaving_nothing(folder: Path, problem: str) -> Iterator[None]:
-    """What is made inside is removed where the folder was not there. An error of the system is a ValueError."""
+def _removed_if_new(folder: Path, problem: str) -> Iterator[None]:
+    """Removes the folder and its files at the end if it did not exist before; turns an OSError into a ValueError."""
     new = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         yield
@@ -147,12 +145,12 @@ def _leaving_nothing(folder: Path, problem: str) -> Iterator[None]:
         raise ValueError(f'{problem}: {error.strerror}') from None
     finally:
         for made in new:
-            with suppress(OSError):  # it was not made, or somebody has put something there
+            with suppress(OSError):  # it was not created, or another process has written to it
                 made.rmdir()
 
 
 def _bytes_of(config: Any, trust_remote_code: bool) -> int:
-    """Of all weights in fp32; 0 where the model cannot be built without them."""
+    """Returns the size of all weights in fp32, in bytes; 0 if the model cannot be built on the meta device."""
     import torch
     import transformers
 
@@ -163,5 +161,5 @@ def _bytes_of(config: Any, trust_remote_code: bool) -> int:
             make = getattr(transformers, layout_of(config).language_model)
             model = make.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
-        return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
+        return 0  # for example an encoder; loading it reports any error
     return sum(4 * p.numel() for p in model.parameters())

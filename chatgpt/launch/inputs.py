@@ -1,8 +1,6 @@
-"""From the settings of a run to what it starts from: tokenizer, data, reward and the model's config, checked against
-each other.
+"""Reads and checks the inputs of a run: tokenizer, data, reward and model config.
 
-Everything that can be wrong is found here, before any weight is loaded. Left out: models (`models`), and what runs
-(`recipes`).
+Mistakes in settings and data are found here, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -71,50 +69,47 @@ from chatgpt.trainer.settings import Settings
 
 @dataclass(kw_only=True)
 class Inputs:
-    """What a run starts from. `read_inputs` makes it of the settings of a command line, `chatgpt.train` of objects."""
+    """The inputs of a run, made by `read_inputs` from settings or by `chatgpt.train` from objects."""
 
     run: Run
-    """where models start, and their optimizers"""
     settings: Settings
-    """of the trainer, whose kind they decide"""
+    """settings of the trainer; their class decides the trainer"""
     tokenizer: Any
     train: Any = None
     """prompts or records"""
     validation: Any = None
-    """prompts or records to evaluate on, where there are any"""
+    """prompts or records to evaluate on; None: no evaluation"""
     model: Any = None
-    """to start from: a hub name, a folder, or a transformers model, which is trained in place; none: new weights by
-    `config`"""
+    """initial model: a hub name, a folder, or a transformers model, which is trained in place; None: new weights"""
     config: Any = None
-    """of the model"""
+    """config of the model"""
     reward: Any = None
     """a folder, a reward model, a function, or a list of (weight, one of these)"""
     reward_tokenizer: Any = None
-    """where the reward model reads other tokens than the policy"""
+    """tokenizer of the reward model if it differs from the policy's"""
     reward_context: int | None = None
-    """most tokens of one sequence that the reward model takes"""
+    """maximum tokens of a sequence of the reward model"""
     environment: Any = None
-    """makes the environment of an episode"""
+    """function that makes the environment of an episode"""
     environment_settings: EnvironmentSettings | None = None
     longest_opening: int = 0
-    """most tokens before the first turn, of the tasks that were looked at"""
+    """maximum tokens before the first turn, over the first tasks"""
     pretrain_data: Any = None
     generation: dict[str, Any] = field(default_factory=dict)
     """generation keywords"""
     callbacks: list[Any] = field(default_factory=list)
     run_dir: Any = None
     notes: list[str] = field(default_factory=list)
-    """what there is to say about the data"""
+    """lines about the data, which are printed at the start"""
     by_name: bool = True
-    """read from what the run's settings name; False: objects of `chatgpt.train`"""
+    """True: read from the names in the run's settings; False: objects given to `chatgpt.train`"""
 
 
 def read_inputs(run: Run) -> Inputs:
-    """Check the settings of a run, fill those that depend on the model, and read its data.
+    """Checks the settings of a run, fills those that depend on the model, and reads its data.
 
     Raises:
-        ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the
-            model's, ...
+        ValueError: for settings out of range or excluding each other, a bad file, a tokenizer of another model, ...
     """
     check_run(run, ranks_of(run))
     config, tokenizer = read_config(run)
@@ -129,17 +124,16 @@ def read_inputs(run: Run) -> Inputs:
 
 
 def ranks_of(run: Run) -> int:
-    """How many ranks the processes of this launch make."""
+    """Returns the number of ranks of this launch."""
     processes = world_size_from_env()
-    if run.plan:  # of processes that need not be there
+    if run.plan:  # a plan may be for more processes than were started
         return processes
     check(run, TENSOR_PARALLEL_RULES)
     return check_world_size(processes, run.tensor_parallel)
 
 
 def check_run(run: Run, world_size: int) -> None:
-    """Everything that can be wrong in the settings alone and in the run's folder; fills the defaults that depend on the
-    model."""
+    """Fills the defaults that depend on the model, and checks the settings and the run's folder."""
     run.fill_defaults()
     run.validate(world_size)
     if isinstance(run, PPORun):
@@ -149,17 +143,17 @@ def check_run(run: Run, world_size: int) -> None:
                 f'advantage_estimator={run.advantage_estimator!r} takes a list of rewards, which the command line '
                 'cannot give but for an environment, by reward_weights; use PPOTrainer or chatgpt.train'
             )
-    if not run.plan:  # which writes nothing
+    if not run.plan:  # a plan writes nothing
         check_resume(run)
 
 
 def quiet_transformers() -> None:
-    """No bars for every file that is loaded: what a run shows is its own progress."""
+    """Turns off transformers' progress bars, which would hide the progress of the run."""
     logging.disable_progress_bar()
 
 
 def check_writes(config: Any, name: str) -> None:
-    """Raises ValueError for the config of a model that scores."""
+    """Raises ValueError for the config of a reward model."""
     heads = [name for name in getattr(config, 'architectures', None) or [] if 'ForSequenceClassification' in name]
     if heads:
         raise ValueError(
@@ -169,8 +163,7 @@ def check_writes(config: Any, name: str) -> None:
 
 
 def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any, Any]:
-    """The config and tokenizer that a run starts from, checked against each other; of `model` and `tokenizer` where
-    these objects are given."""
+    """Returns config and tokenizer of a run, or of `model` and `tokenizer` if given, checked against each other."""
     quiet_transformers()
     code = {'trust_remote_code': run.trust_remote_code}
     if model is not None and not isinstance(model, (str, Path)):
@@ -199,7 +192,7 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
 
 
 def check_run_apart(run: Run, config: Any) -> None:
-    """Raises ValueError for a setting that the encoder-decoder of a run cannot follow. Nothing for a decoder."""
+    """Raises ValueError for a setting that an encoder-decoder does not support."""
     if not getattr(config, 'is_encoder_decoder', False):
         return
     for rule in ENCODER_DECODER_RULES:
@@ -211,20 +204,19 @@ def check_run_apart(run: Run, config: Any) -> None:
 
 
 def check_parts(run: Run, config: Any, make: Any) -> None:
-    """Raises ValueError, before a weight is loaded, for a model that tensor_parallel cannot cut. `make` is its
-    class."""
-    if run.tensor_parallel == 1 or run.trust_remote_code:  # code of a folder is not built on the meta device
+    """Raises ValueError if tensor_parallel cannot split a model of this config. `make`: its class."""
+    if run.tensor_parallel == 1 or run.trust_remote_code:  # remote code is not built on the meta device
         return
     with torch.device('meta'):
         check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)
 
 
 def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
-    """Most tokens of a sequence: what is asked for; else `default`, and at most the model's context. Of an
-    encoder-decoder of either side.
+    """Returns the maximum tokens of a sequence: `asked`, else the smaller of `default` and the model's context (of an
+    encoder-decoder: of each side).
 
     Raises:
-        ValueError: what is asked for is beyond the context.
+        ValueError: if `asked` is beyond the context.
     """
     limit = longest_side(config)
     if limit is not None and asked is not None and asked > limit:
@@ -261,7 +253,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     else:
         prompts = load_prompts(demo_world.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
         inputs.reward = inputs.reward or demo_world.true_reward
-    adopt_turns(tokenizer, prompts)  # before texts to evaluate on choose otherwise
+    adopt_turns(tokenizer, prompts)  # before the eval prompts can decide it
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
     if run.reward_fn:
@@ -291,12 +283,12 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     inputs.generation = run.generation()
 
 
-OPENINGS = 8
-"""tasks whose first observation is looked at before a run"""
+NUM_OPENINGS = 8
+"""number of tasks that `longest_opening` starts"""
 
 
 def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
-    """Try the environment, and see whether its episodes have room in the model's context."""
+    """Tries the environment; raises ValueError if its episodes are longer than the model's context."""
     check_reward_beside(inputs.environment, run.reward_weights, inputs.reward)
     inputs.environment_settings = run.environment_settings()
     inputs.longest_opening = longest_opening(
@@ -314,16 +306,16 @@ def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
 def longest_opening(
     environment: Any, settings: EnvironmentSettings | None, tokenizer: Any, prompts: Any, seed: int
 ) -> int:
-    """Most tokens before the first turn, of the first few tasks.
+    """Returns the maximum tokens before the first turn, over the first `NUM_OPENINGS` tasks.
 
     Raises:
-        ValueError: the environment cannot be made, or fails at its first tasks.
+        ValueError: if the environment cannot be made, or fails at these tasks.
     """
     make_environment(environment)
     engine = EpisodeEngine(LocalEngine(), environment, tokenizer, settings)
     try:
-        first = [prompts[i % len(prompts)] for i in range(OPENINGS)]
-        return max(map(len, engine.openings(first, seed=seed, groups=range(OPENINGS))))
+        first = [prompts[i % len(prompts)] for i in range(NUM_OPENINGS)]
+        return max(map(len, engine.openings(first, seed=seed, groups=range(NUM_OPENINGS))))
     finally:
         engine.close()
 
@@ -333,7 +325,7 @@ def _chat_format(tokenizer: Any) -> str:
 
 
 def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
-    """The prompts of a file of the user's, read as the run says."""
+    """Reads the prompts of a file by the settings of the run."""
     return load_prompts(
         path,
         tokenizer,
@@ -344,7 +336,7 @@ def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
 
 
 def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """Training prompts, and those to evaluate on (None where none are asked for)."""
+    """Returns the training prompts and the eval prompts, None without evaluation."""
     if run.validation_file:
         return prompts, _own_prompts(run, run.validation_file, tokenizer)
     if run.eval_episodes:
@@ -379,7 +371,7 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
 
 
 def _check_adapter(reward_model: str, pretrain: str | None) -> None:
-    """A reward model on a shared trunk is an adapter of its base, with a head."""
+    """Raises ValueError unless the reward model is an adapter of the trunk's base, with a head."""
     base = adapter_base(reward_model)
     if base is None or not Path(reward_model, HEAD_FILE).is_file():
         raise ValueError(
@@ -391,9 +383,9 @@ def _check_adapter(reward_model: str, pretrain: str | None) -> None:
 
 
 def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:
-    """The reward model's tokenizer when its folder has one that differs from the policy's, and its context.
+    """Returns the reward model's tokenizer, None if it equals the policy's, and its context.
 
-    A decoder and an encoder-decoder read other special tokens of one tokenizer."""
+    With one tokenizer, decoders and encoder-decoders expect different special tokens."""
     config = load_config(folder, trust_remote_code=trust_remote_code)
     other_kind = is_for_encoder_decoder(tokenizer) != layout_of(config).is_encoder_decoder
     own = None
@@ -417,28 +409,28 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
 
 
 def read_sft(run: DataRun, inputs: Inputs) -> None:
-    """Demonstrations, or plain text."""
+    """Reads demonstrations or plain text."""
     source = run.dataset or demo_world.demo_corpus(demo_world.NUM_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
     if isinstance(run, SFTRun) and run.pack_examples:
         train[:] = pack(train, run.max_tokens)
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
-    _take(inputs, train, validation)
+    _set_data(inputs, train, validation)
 
 
 def read_preferences(run: DataRun, inputs: Inputs) -> None:
-    """Preferences; for a reward model and for KTO also labelled text.
+    """Reads preferences; for a reward model and for KTO also labelled text.
 
     Raises:
-        ValueError: labelled answers for a method that learns from pairs, or for KTO answers without a label.
+        ValueError: for labelled responses if the method learns from pairs, and for unlabelled ones with KTO.
     """
     source = run.dataset or demo_world.demo_preferences(demo_world.NUM_EXAMPLES, seed=0)
     options = _reading_options(run, inputs)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
     method = run.method if isinstance(inputs.settings, PreferenceConfig) else None
     if method == 'kto' and not isinstance(first, (Labelled, Preference)):
-        raise ValueError(_what_kto_needs(source, 'no label'))
+        raise ValueError(_kto_error(source, 'no label'))
     if isinstance(first, Labelled) and method not in ('kto', None):
         raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use kto')
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
@@ -447,14 +439,14 @@ def read_preferences(run: DataRun, inputs: Inputs) -> None:
         name = inputs.settings.positive_label
         _check_labels(source, (record.label for record in validation), name)
         check_both_kinds(source, _check_labels(source, (record.label for record in train), name))
-    _take(inputs, train, validation)
+    _set_data(inputs, train, validation)
 
 
 def read_rewarded(run: DataRun, inputs: Inputs) -> None:
-    """Texts with a number each, for ILQL.
+    """Reads texts with rewards, for ILQL.
 
     Raises:
-        ValueError: preferences, or a label that is no number.
+        ValueError: for preferences, or a reward that is no number.
     """
     source = run.dataset or demo_world.rewarded_stories(demo_world.NUM_EXAMPLES)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
@@ -464,14 +456,14 @@ def read_rewarded(run: DataRun, inputs: Inputs) -> None:
     for record in (*train, *validation):
         if isinstance(record.label, (bool, str)):
             raise ValueError(f'{run.dataset}: the reward {record.label!r} is no number, which ILQL needs')
-    _take(inputs, train, validation)
+    _set_data(inputs, train, validation)
 
 
 def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
-    """Keywords of the `load_` functions of `chatgpt.data`.
+    """Returns the keywords of the `load_` functions of `chatgpt.data`.
 
-    Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where
-    `max_len` is beyond it.
+    Without `max_len` sequences are cut to 512 tokens, or to the model's context if that is less. Raises ValueError if
+    `max_len` is beyond the context.
     """
     model = run.base or 'the small model'
     run.max_len = within_context('max_len', run.max_len, inputs.config, model, default=run.max_tokens)
@@ -485,7 +477,7 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _take(inputs: Inputs, train: Any, validation: Any) -> None:
+def _set_data(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
     trained, evaluated = set(map(_tokens_of, train)), [_tokens_of(record) for record in validation]
     if inputs.run.validation_file and trained == set(evaluated):
@@ -506,28 +498,28 @@ def _take(inputs: Inputs, train: Any, validation: Any) -> None:
 
 
 def _tokens_of(record: Any) -> tuple[Any, ...]:
-    """What tells two records apart: prompt and responses, as ids."""
+    """Returns the ids of prompt and responses, which identify a record."""
     return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences_of(record))
 
 
 def sequences_of(record: Any) -> list[Any]:
-    """The sequences of a record to learn from: two or more of a preference, else one."""
+    """Returns the sequences of a record: two or more of a preference, else one."""
     return record.sequences() if isinstance(record, TokenizedPreference) else [getattr(record, 'sequence', record)]
 
 
 def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> list[bool]:
-    """Which of them say good. Raises ValueError for one that says neither good nor bad: rewards, or names of classes
-    without `positive_label`."""
+    """Returns True for each label that means good. Raises ValueError for one that means neither good nor bad, such as a
+    reward, or the name of a class without `positive_label`."""
     found = []
     for label in labels:
         try:
             found.append(is_success(label, positive_label))
         except ValueError:
-            raise ValueError(_what_kto_needs(source, f'{label!r} where a label is needed')) from None
+            raise ValueError(_kto_error(source, f'{label!r} where a label is needed')) from None
     return found
 
 
-def _what_kto_needs(source: Any, fault: str) -> str:
+def _kto_error(source: Any, fault: str) -> str:
     columns = ', '.join(next(read_records(source, BadRecords(skip=True))).data)
     return (
         f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or '

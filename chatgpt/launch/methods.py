@@ -1,12 +1,11 @@
-"""What can be trained, as one table: the settings, trainer, model and reader of every method, by name.
+"""The table of methods: settings, trainer, model and reader of each, by name.
 
-Flags, config files, recipes and the command read it. A user's own method is one line more:
+Flags, config files, recipes and the command read it. To add a method:
 
     METHODS['mine'] = Recipe(about='...', config=MyConfig, trainer=MyTrainer, reader=read_mine)
 
-and `module:name` of such an object needs none. Entries of the library name their parts as 'module:name', which are
-imported when they are first used, so that a list of methods waits for nothing. Left out: the settings of a run
-(`runs`).
+or name such an object by `module:name` on the command line. Entries of the library name their parts as 'module:name';
+these are imported at their first use, so that listing the methods imports no torch.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ PAIRS, CONFIGS = f'{OBJECTIVES}.pairs', f'{OBJECTIVES}.config'
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How one method trains.
+    """A method of training.
 
     Args:
-        about: one line.
-        config: the trainer's settings, a `LearningSettings`.
+        about: description in one line.
+        config: class of the trainer's settings, a `LearningSettings`.
         trainer: called as `trainer(strategy, model, optimizer, train, validation, config=..., callbacks=...,
-            tokenizer=..., run_dir=...)`, as those of `chatgpt.trainer.objectives` are; PPO's in its own way.
-        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun`, of a `PreferenceConfig`
-            `runs.PreferenceRun`, with the fields of `config`.
-        model: what is trained: 'Actor', 'RM' or 'ILQLModel'.
-        reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
-        positional: the setting that a plain word is.
-        defaults: of settings that are None until then; a learning rate of None follows from the model's size.
-        learning: a key of `SHARES` in `chatgpt.monitor.learning_rate`, by which that rate is chosen.
-        settings: what is set unless the user says otherwise, such as the estimator of a relative of PPO.
+            tokenizer=..., run_dir=...)`, as the trainers of `chatgpt.trainer.objectives`; PPO's has other arguments.
+        run: class of the settings of a command line, a `runs.Run`; None: `runs.DataRun`, or `runs.PreferenceRun` for a
+            `PreferenceConfig`, with the fields of `config`.
+        model: class of the trained model: 'Actor', 'RM' or 'ILQLModel'.
+        reader: function of (run, inputs) that sets `inputs.train` and `inputs.validation`.
+        positional: the setting that a plain word of the command line sets.
+        defaults: values of settings that are None; a learning rate of None follows from the model's size.
+        learning: key of `SHARES` in `chatgpt.monitor.learning_rate`, which gives that rate.
+        settings: defaults that differ from the class's, such as the advantage estimator of GRPO.
     """
 
     about: str
@@ -52,7 +51,7 @@ class Recipe:
     learning: str = 'sft'
 
     def part(self, name: str) -> Any:
-        """`config`, `trainer`, `run` or `reader`, imported where it is named."""
+        """Returns `config`, `trainer`, `run` or `reader`, imported if given by name."""
         found = getattr(self, name)
         return imported(found) if isinstance(found, str) else found
 

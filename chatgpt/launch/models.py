@@ -1,4 +1,4 @@
-"""The models that a run starts from: loaded by name, built from a config, or the caller's own."""
+"""Builds the models of a run: loaded by name, made from a config, or from the caller's model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class PPOModels(NamedTuple):
     actor: Any
     critic: Any
     reward: Any
-    """a model, a function, or a list of (weight, either)"""
+    """a model, a function, or a list of (weight, model or function)"""
     initial_model: Any
     mask_model: Any = None
-    """a copy of the actor, for a policy that takes one"""
+    """a copy of the actor, for policies that use one"""
 
 
 def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
-    """The frozen base that the run's models are adapters on."""
+    """Returns the frozen base of the run's adapters."""
     run, source = inputs.run, inputs.model
     quantize: Any = None if run.quantize == 'none' else run.quantize
     options: dict[str, Any] = {'checkpoint': run.gradient_checkpointing}
@@ -44,7 +44,7 @@ def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
 
 
 def set_kernels(run: Run, *models: Any) -> None:
-    """The run's kernels for models that are about to be prepared; what is no module is left alone."""
+    """Sets the run's kernels in models that are not prepared yet; ignores objects that are no modules."""
     for model in models:
         if isinstance(model, nn.Actor) and run.logprob_kernel != 'auto':
             model.logprob_kernel = run.logprob_kernel
@@ -53,7 +53,7 @@ def set_kernels(run: Run, *models: Any) -> None:
 
 
 def trunk_role(inputs: Inputs, kind: str, trunk: SharedTrunk, **options: Any) -> Any:
-    """An 'Actor', 'Critic' or 'RM' of the run as adapters on a trunk, whose biases are frozen."""
+    """Returns an 'Actor', 'Critic' or 'RM' as adapters on a trunk; the trunk's biases stay frozen."""
     make: Any = {'Actor': trunk.actor, 'Critic': trunk.critic, 'RM': trunk.reward_model}[kind]
     keywords = inputs.run.lora_keywords()
     del keywords['lora_train_bias']
@@ -61,8 +61,8 @@ def trunk_role(inputs: Inputs, kind: str, trunk: SharedTrunk, **options: Any) ->
 
 
 def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
-    """Actor, critic and reward model on one base; the critic starts from the reward model's adapter where there is
-    one, unless critic_from='actor'. The actor with its adapter off is the reference."""
+    """Returns actor, critic and reward model on one base. The critic starts from the reward model's adapter, if there
+    is one and unless critic_from='actor'. The reference is the actor with its adapter off."""
     run, settings, reward = inputs.run, inputs.settings, inputs.reward
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     adapter = reward if isinstance(reward, (str, Path)) else None
@@ -73,10 +73,10 @@ def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
-    """An 'Actor', 'Critic', 'RM' or 'ILQLModel' of the run's, to be called inside the strategy's `model_init_context`.
+    """Returns an 'Actor', 'Critic', 'RM' or 'ILQLModel'; call it inside the strategy's `model_init_context`.
 
-    It is loaded where `inputs.model` is a name or folder, built on that model where it is one, and made from
-    `inputs.config` with new weights where it is None.
+    The model is loaded if `inputs.model` is a name or folder, built on it if it is a model, and made from
+    `inputs.config` with new weights if it is None.
     """
     run, source = inputs.run, inputs.model
     named = isinstance(source, (str, Path))
@@ -95,12 +95,12 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
 
 
 def build_ppo_models(inputs: Inputs) -> PPOModels:
-    """The models of a PPO run.
+    """Returns the models of a PPO run.
 
-    The critic starts from the reward model where there is one that reads the policy's tokens (arXiv 2403.17031), unless
+    The critic starts from the reward model if that uses the policy's tokenizer (arXiv 2403.17031) and unless
     critic_from='actor'; else from the actor's weights with a new head. With critic='shared' it is a new value head on
-    the actor: one forward of its trunk gives policy and values. With LoRA the actor with its adapter off is the
-    reference, and there is no initial model, unless biases are trained.
+    the actor: one forward of the trunk gives policy and values. With LoRA and frozen biases the reference is the actor
+    with its adapter off, and there is no initial model.
     """
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
@@ -108,7 +108,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     own_critic = settings.estimator.needs_values and run.critic == 'own'
     for_critic = inputs
     if own_critic and inputs.model is not None and not isinstance(inputs.model, (str, Path)):
-        for_critic = replace(inputs, model=deepcopy(inputs.model))  # before the actor puts its adapters into the model
+        for_critic = replace(inputs, model=deepcopy(inputs.model))  # the actor adds its adapters to the model in place
     in_actor = True if settings.estimator.needs_values and run.critic == 'shared' else None
     actor = build_model(inputs, 'Actor', num_layers_unfrozen=unfrozen, value_head=in_actor)
     reward = inputs.reward
@@ -124,5 +124,5 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
 
 
 def _has_head(reward: Any) -> bool:
-    """Whether a critic can start from it."""
+    """Returns True if a critic can start from this reward."""
     return isinstance(reward, nn.RewardModel) and reward.value_head is not None and not has_lora(reward.model)

@@ -21,11 +21,11 @@ from chatgpt.strategies.precision import resolve_precision
 from chatgpt.strategies.registry import STRATEGIES, STRATEGY_OPTIONS
 
 OUT_OF_CPU_MEMORY = ("can't allocate memory", 'Cannot allocate memory')
-"""what torch's CPU allocator says, in a plain RuntimeError"""
+"""messages of torch's CPU allocator, which raises a plain RuntimeError"""
 
 
 def this_machine() -> dict[str, Any]:
-    """The first device and the host, which a container may have been given less of, as `Setup` takes them."""
+    """Returns the memory of the first device and of the host, or the container's limit, as keywords of `Setup`."""
     on_cuda = torch.cuda.is_available()
     host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else None
     for name in ('memory.max', 'memory/memory.limit_in_bytes'):
@@ -38,8 +38,8 @@ def this_machine() -> dict[str, Any]:
 
 
 def setup_of(inputs: Inputs) -> Setup:
-    """The plan's view of a run. Prompts and examples count as long as the longest of the data,
-    episodes as long as the longest first observation that was seen and all the room that they have."""
+    """Returns the planner's input for a run. Prompts and examples count with the length of the longest in the data,
+    episodes with the longest first observation plus `max_new_tokens`."""
     run = inputs.run
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     others = {
@@ -73,7 +73,7 @@ def setup_of(inputs: Inputs) -> Setup:
 
 
 def show_plan(inputs: Inputs) -> None:
-    """Print the plan on rank 0 and stop: exit code 0 where the run fits, 1 where it does not."""
+    """Prints the plan on rank 0 and exits, with code 0 if the run fits and 1 if it does not."""
     if os.environ.get('RANK', '0') != '0':
         raise SystemExit(0)
     setup = setup_of(inputs)
@@ -85,12 +85,12 @@ def show_plan(inputs: Inputs) -> None:
 
 
 def planned(inputs: Inputs) -> dict[str, Any] | None:
-    """Memory of a rank by plan; None where there is no plan for such a run."""
+    """Returns the planned memory of a rank, in GiB; None if there is no plan for such a run."""
     try:
         plan = make_plan(setup_of(inputs))
-    except Exception:  # a run must not end for want of a plan
+    except Exception:  # a run works without a plan
         return None
-    places = ('device',) if plan.setup.on_cuda else ('device', 'host')  # a CPU has one memory for both
+    places = ('device',) if plan.setup.on_cuda else ('device', 'host')  # a CPU holds both in one memory
     phases = {
         name: sum(sum(getattr(memory, place).values()) for place in places) / 2**30
         for name, memory in plan.phases.items()
@@ -106,14 +106,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_advice(inputs: Inputs) -> Iterator[None]:
-    """An out-of-memory error inside ends with what the run needs and the cheapest change that makes it fit."""
+    """Adds to an out-of-memory error inside how much the run needs and the cheapest change that makes it fit."""
     try:
         yield
     except BaseException as error:
         if not getattr(error, '__notes__', None) and is_out_of_memory(error):
             try:
                 setup: Setup | None = setup_of(inputs)
-            except Exception:  # the advice must not hide the error it is about
+            except Exception:  # an error of the planner must not replace the out-of-memory error
                 setup = None
             error.add_note(explain_out_of_memory(setup, error))
         raise

@@ -1,10 +1,10 @@
-"""One verb for the impatient: `chatgpt.train`. It makes a `Run` of the settings and `Inputs` of the objects, and calls
+"""`chatgpt.train`: training in one call. Makes a `Run` of the settings and `Inputs` of the objects, and calls
 `execute`, as the command does.
 
-| what is given | what runs |
+| argument | method |
 |---|---|
 | `reward_fn` (and `prompts`) | PPO, or another method of `PPOTrainer` by `config` |
-| `environment` | the same, over several turns; `prompts` and `reward_fn` where one likes |
+| `environment` | the same over several turns; `prompts` and `reward_fn` are optional |
 | `samples` and `rewards` | ILQL |
 | `samples` | SFT |
 | `preferences` | DPO |
@@ -55,12 +55,12 @@ DEFAULTS: dict[str, Any] = {
     'update_timesteps': 1,
     'eval_interval': 10,
 }
-"""where they differ from those of a run of the command; a trainer's settings have its own"""
-OF_THIS_VERB: dict[str, dict[str, Any]] = {
+"""defaults that differ from the command's and the trainer's"""
+TRAIN_SETTINGS: dict[str, dict[str, Any]] = {
     'ppo': {'num_timesteps': int},
     **{kind: {'max_length': int | None, 'eval_interval': int} for kind in KINDS[1:]},
 }
-"""settings that no run of the command has; `max_length` of PPO is the generation keyword"""
+"""settings that the command does not have; for PPO `max_length` is a generation keyword"""
 GIVEN_OTHERWISE: dict[str, str] = {
     **dict.fromkeys(('pretrain', 'model'), 'the model is the first argument'),
     **dict.fromkeys(
@@ -88,15 +88,14 @@ GIVEN_OTHERWISE: dict[str, str] = {
         'workers end with the run and the trainer stays: give PPOTrainer an engine of theirs',
     ),
 }
-"""settings of the command's runs that this verb does not take (`kind.name`: of that kind), and what to do instead"""
+"""settings of the command that `train` does not take (`kind.name`: for that kind only), and what to do instead"""
 
 
 def known_settings(kind: str) -> list[str]:
-    """The settings that this verb takes: the trainer's, those of generating, and of the command's run those that are
-    not given otherwise."""
+    """Returns the settings of `train`: the trainer's, generation keywords, the command's without `GIVEN_OTHERWISE`."""
     elsewhere = {name.rpartition('.')[2] for name in GIVEN_OTHERWISE if '.' not in name or name.startswith(f'{kind}.')}
     elsewhere |= set(inspect.signature(train).parameters)
-    own = [*_config_class(kind).field_names(), *generation_fields(), *OF_THIS_VERB[kind]]
+    own = [*_config_class(kind).field_names(), *generation_fields(), *TRAIN_SETTINGS[kind]]
     return list(dict.fromkeys([*own, *(n for n in run_class(kind).field_names() if n not in elsewhere)]))
 
 
@@ -123,7 +122,7 @@ def train(
     callbacks: SequenceOf[Any] = (),
     **settings: Any,
 ) -> Any:
-    """Train a model and return its trainer, whose `models()` are the trained ones.
+    """Trains a model and returns the trainer, with the trained models in `models()`.
 
     >>> trainer = chatgpt.train('gpt2', reward_fn=score, prompts=prompts, num_timesteps=50)   # doctest: +SKIP
     >>> trainer.save_pretrained('outputs/actor')   # doctest: +SKIP
@@ -131,47 +130,45 @@ def train(
     Args:
         model: hub name or folder, or a transformers causal LM or encoder-decoder, which is trained in place.
         reward_fn: `fn(prompts, responses, **columns)`, TRL's `fn(prompts, completions, **kwargs)` or trlX's
-            `fn(samples, prompts, outputs, **metadata)`, told apart by the names of its arguments
-            (docs/extend/reward.md); a `RewardModel`; or a list of (weight, one of these). One number per sample, or a
-            list of numbers per token.
-        prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit`
-            takes.
-        environment: what the model acts in over several turns: 'games:countdown', module:Class, file.py:Class, an
-            `Environment` class, or a function that makes one. Its rewards are the scores; with a `reward_fn` beside
-            them `reward_weights` says how they add up, `{'reward': 1.0, 'reward_fn': 0.5}`. The columns of `prompts`,
-            where there are any, go to its `reset`.
+            `fn(samples, prompts, outputs, **metadata)`, distinguished by the names of the arguments
+            (docs/extend/reward.md); a `RewardModel`; or a list of (weight, one of these). Returns one number per
+            sample, or a list of numbers per token.
+        prompts: texts, dicts with a 'prompt' (other keys are passed to the functions), or what `PPOTrainer.fit` takes.
+        environment: environment of several turns: 'games:countdown', module:Class, file.py:Class, an `Environment`
+            class, or a function that makes one. Its rewards are the scores; with a `reward_fn` too, `reward_weights`
+            are the weights of both, `{'reward': 1.0, 'reward_fn': 0.5}`. The columns of `prompts`, if given, are
+            passed to its `reset`.
         samples: texts, (prompt, output) pairs, or what `chatgpt.data.load_demonstrations` takes.
         rewards: one number per sample.
         preferences: what `chatgpt.data.load_preferences` takes.
-        eval_prompts: evaluated on before, during and after; with `reward_fn` their scores, with `metric_fn` its
-            metrics.
-        metric_fn: a function called like `reward_fn` → {name: one number per sample}, logged as
+        eval_prompts: prompts of evaluations before, during and after training; these log the scores of `reward_fn` and
+            the metrics of `metric_fn`.
+        metric_fn: a function called like `reward_fn`; returns {name: one number per sample}, logged as
             `eval/metrics/<name>`.
-        stop_sequences: a response ends where one of these appears.
-        config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file
-            of them; or the trainer's config dataclass. `settings` win over it.
-        tokenizer: None takes the model's own.
-        strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
+        stop_sequences: texts that end a response.
+        config: settings by name, optionally in sections or with dotted names (`method.gamma`); a YAML or JSON file of
+            them; or the trainer's config dataclass. `settings` take precedence.
+        tokenizer: None: the model's own.
+        strategy: a strategy, or its name: naive, ddp, fsdp, ... None: naive.
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
-        resume: 'auto' to go on from the newest checkpoint of `run_dir` where there is one, or a checkpoint's folder.
-        save_path: a new folder, where the trained model is written with its tokenizer, as
-            `trainer.save_pretrained(save_path)` does. Without a `run_dir`, the weights of a run that fails are written
-            to `<save_path>-cut-short`.
-        push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, where the trained model is uploaded at the end;
-            whether it may be is asked before the run. Where that fails after all, the model is in `save_path`, or in a
+        resume: 'auto' to resume from the newest checkpoint of `run_dir`, if there is one, or a checkpoint's folder.
+        save_path: a new folder, to which the trained model and its tokenizer are written, as by
+            `trainer.save_pretrained(save_path)`. Without a `run_dir`, the weights of a run that fails are written to
+            `<save_path>-cut-short`.
+        push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, to which the trained model is uploaded at the
+            end. The permission is checked before the run. If the upload fails, the model is in `save_path` or in a
             folder that the error names.
-        hub_private: make that repository private, where it is made.
-        **settings: fields of the trainer's config, generation keywords, and what the command of the method takes
+        hub_private: make that repository private if it is created.
+        **settings: fields of the trainer's config, generation keywords, and settings of the method's command
             (`chatgpt-rlhf ppo --help-all`, or sft, dpo, ilql), such as `lr`, `critic_lr`, `lora_rank` and
-            `eval_interval`; a setting that is given otherwise here is an error that says how. Of this verb alone are
-            `num_timesteps` (PPO) and `max_length` (tokens of a sample, at most the model's context; with PPO of prompt
-            and response).
+            `eval_interval`; one that `train` takes in another way is an error that says how. Only here: `num_timesteps`
+            (PPO) and `max_length` (tokens of a sample, at most the model's context; for PPO of prompt and response).
 
     Raises:
-        ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
-            range, something that belongs to `eval_prompts` without them, no right to upload; before any weight is
-            loaded.
-        PushError: the trained model could not be uploaded; says where it is, and the command that uploads it.
+        ValueError: before any weight is loaded, unless exactly one kind of data is given; for lists of different
+            lengths, an unknown setting, a value out of range, an option of evaluation without `eval_prompts`, or no
+            permission to upload.
+        PushError: if the trained model could not be uploaded; names its folder and the command that uploads it.
     """
     if model is None:
         raise ValueError(
@@ -180,7 +177,7 @@ def train(
         )
     try:
         kind = _kind(reward_fn, prompts, environment, samples, rewards, preferences)
-    except ValueError:  # what is missing may be there under a misspelt name
+    except ValueError:  # a missing argument may be given under a misspelt name
         for name in settings:
             _refuse(KINDS, name)
         raise
@@ -205,7 +202,7 @@ def train(
         check_reward_beside(environment, run.reward_weights, reward_fn)
     tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)
     if run.apply_chat_template is None:
-        run.apply_chat_template = _chosen_before(run_dir, resume)
+        run.apply_chat_template = _template_choice_before(run_dir, resume)
     model_config, tokenizer = read_config(run, model, tokenizer)
     if save_path is not None:
         try_model_folder(Path(save_path), model_config, trust_remote_code=run.trust_remote_code)
@@ -233,17 +230,17 @@ def train(
         interval = chosen.get('eval_interval', DEFAULTS['eval_interval'])
         inputs.callbacks.append(_evaluator(kind, as_prompts(eval_prompts, tokenizer), inputs, metric_fn, interval))
     if save_path is not None and run_dir is None:
-        inputs.callbacks.append(_KeepWeights(Path(save_path)))
+        inputs.callbacks.append(_SaveWeightsOnError(Path(save_path)))
     if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
-        told = (
+        note = (
             'nothing of this run is written; give run_dir=... for checkpoints and metrics, save_path=... for the model'
         )
-        print(f'train: {told}', file=sys.stderr, flush=True)
+        print(f'train: {note}', file=sys.stderr, flush=True)
     return execute(run, inputs, strategy)
 
 
 def _check_places(run_dir: Any, resume: Any, save_path: Any, push_to_hub: Any, hub_private: Any) -> None:
-    """Raises ValueError for a folder of another run or model, and for what says nothing without another argument."""
+    """Raises ValueError for a folder of another run or model, and for an argument that needs another one."""
     place = None if save_path is None else Path(save_path)
     if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(
@@ -260,9 +257,8 @@ def _check_places(run_dir: Any, resume: Any, save_path: Any, push_to_hub: Any, h
         raise ValueError("train: resume='auto' looks into run_dir; give run_dir=...")
 
 
-class _KeepWeights(Callback):
-    """Of a run that leaves no checkpoints: the weights that an exception leaves whole, beside the place of the trained
-    ones."""
+class _SaveWeightsOnError(Callback):
+    """A callback that saves the weights beside `save_path` if a run without checkpoints ends with an exception."""
 
     def __init__(self, save_path: Path) -> None:
         self.place = save_path.with_name(f'{save_path.name}-cut-short')
@@ -277,8 +273,8 @@ class _KeepWeights(Callback):
                 )
 
 
-def _chosen_before(run_dir: str | Path | None, resume: Any) -> bool | None:
-    """The choice about plain text of the run that is resumed, None where there is none."""
+def _template_choice_before(run_dir: str | Path | None, resume: Any) -> bool | None:
+    """Returns apply_chat_template of the run that is resumed; None without a resume."""
     record = RunRecord.read(run_dir) if resume is not None and run_dir is not None else None
     return record.data.get('apply_chat_template') if record is not None else None
 
@@ -327,26 +323,26 @@ def _read_config(config: Any, kind: str) -> dict[str, Any]:
             'train: config must be names with values, a file of them, or a config dataclass; got '
             f'{type(content).__name__}'
         )
-    return _settings(kind, _leaves(content, known_settings(kind)))
+    return _settings(kind, _flattened(content, known_settings(kind)))
 
 
-def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, str, Any]]:
-    """(dotted place, name, value) of every setting; a mapping under a name that is no setting is a section."""
+def _flattened(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, str, Any]]:
+    """Yields (dotted place, name, value) of every setting; a mapping under a name that is no setting is a section."""
     for key, value in content.items():
         name = str(key).rpartition('.')[2]
         if isinstance(value, Mapping) and name not in known:
-            yield from _leaves(value, known, f'{above}{key}.')
+            yield from _flattened(value, known, f'{above}{key}.')
         else:
             yield f'{above}{key}', name, value
 
 
 def _settings(kind: str, entries: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
-    """Entries (place, name, value) as settings; a text is read as on a command line.
+    """Converts entries (place, name, value) to settings; a text is read as on a command line.
 
     Raises:
-        ValueError: a name that is no setting of `kind`, one that is given twice, a value of another type.
+        ValueError: for a name that is no setting of `kind` or is given twice, or a value of another type.
     """
-    hints = hints_of(run_class(kind)) | hints_of(SamplingParams) | hints_of(_config_class(kind)) | OF_THIS_VERB[kind]
+    hints = hints_of(run_class(kind)) | hints_of(SamplingParams) | hints_of(_config_class(kind)) | TRAIN_SETTINGS[kind]
     hints = {name: hints.get(name, Any) for name in known_settings(kind)}
 
     def read(value: Any, hint: Any) -> Any:
@@ -360,7 +356,7 @@ def _config_class(kind: str) -> Any:
 
 
 def _refuse(kinds: SequenceOf[str], name: str) -> None:
-    """Raises ValueError for a name that none of `kinds` knows."""
+    """Raises ValueError for a name that is a setting of none of `kinds`."""
     known = dict.fromkeys(name for kind in kinds for name in known_settings(kind))
     if name in known:
         return
@@ -377,14 +373,14 @@ def _refuse(kinds: SequenceOf[str], name: str) -> None:
 def _check_given(
     kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: Any, eval_prompts: Any, evaluates: bool
 ) -> None:
-    """Raises ValueError for two kinds of evaluation, and for what would have no effect without one."""
+    """Raises ValueError for two kinds of evaluation, and for settings that have no effect without one."""
     if eval_prompts is not None and chosen.get('eval_episodes'):
         raise ValueError('train: eval_episodes are of tasks without prompts; with eval_prompts leave it out')
     if metric_fn is not None and not evaluates:
-        raise ValueError('train: metric_fn measures what is said to eval_prompts; give eval_prompts too')
+        raise ValueError('train: metric_fn measures the responses to eval_prompts; give eval_prompts too')
     if kind == 'ppo' or evaluates:
         return
-    of_learning = {*_config_class(kind).field_names(), *run_class(kind).field_names(), *OF_THIS_VERB[kind]}
+    of_learning = {*_config_class(kind).field_names(), *run_class(kind).field_names(), *TRAIN_SETTINGS[kind]}
     idle = [*(['stop_sequences'] if stop_sequences else []), *(name for name in chosen if name not in of_learning)]
     if idle:
         raise ValueError(
@@ -401,7 +397,7 @@ def _tokenizer_of(model: Any, run: Run) -> Any:
 
 
 def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, environment: Any) -> Run:
-    """The run that a command line with these settings describes; objects stand by name."""
+    """Returns the `Run` of a command line with these settings, with names in place of objects."""
     cls, config = run_class(kind), _config_class(kind)
     values: dict[str, Any] = {**{f.name: f.default for f in fields(config)}, **DEFAULTS, **chosen}
     named = isinstance(model, (str, Path))
@@ -416,15 +412,15 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
         module, name = getattr(environment, '__module__', ''), getattr(environment, '__qualname__', 'environment')
         values['environment'] = environment if isinstance(environment, str) else f'{module}:{name}'
     run = cls(**{name: value for name, value in values.items() if name in cls.field_names()})
-    run.method, run.said = kind, chosen
+    run.method, run.given = kind, chosen
     return run
 
 
 def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environment: Any) -> None:
-    """Prompts, reward, environment and the texts of PPO-ptx."""
+    """Sets prompts, reward, environment and the texts of PPO-ptx in `inputs`."""
     tokenizer = inputs.tokenizer
     inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
-    adopt_turns(tokenizer, inputs.train)  # before texts to evaluate on choose otherwise
+    adopt_turns(tokenizer, inputs.train)  # before the eval prompts can decide it
     inputs.reward = made(reward_fn)
     check_columns(as_scorer(inputs.reward), inputs.train or ())
     if environment is not None:
@@ -452,7 +448,7 @@ def _records(
 
 
 def _texts(samples: Any) -> Any:
-    """Pairs and texts as rows that the loaders know."""
+    """Converts pairs and texts to rows for the loaders."""
     first = samples[0] if isinstance(samples, (list, tuple)) and samples else None
     if isinstance(first, str):
         return [{'text': text} for text in samples]
@@ -465,7 +461,7 @@ def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval
     check_columns(as_scorer(inputs.reward), prompts)
     if metric_fn is not None:
         check_call(metric_fn, columns_of(prompts), 'metric_fn')
-    # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
+    # without a reward it uses the trainer's scorer, which has the prepared reward model
     settings = {'environment': inputs.environment, 'environment_settings': inputs.environment_settings}
     evaluation: Any = PromptEvaluation(prompts, inputs.tokenizer, metric_fn=metric_fn, **settings, **inputs.generation)
     if kind == 'ilql':

@@ -1,12 +1,11 @@
-"""A script on a Ray cluster: one actor per rank, torchrun's environment variables, a new group of workers when one
-dies.
+"""Runs a script on a Ray cluster: one actor per rank, torchrun's environment variables, and a new group of workers when
+one dies.
 
     run_on_ray(RayLaunch(script='examples/train_prompts.py', script_args=['--strategy', 'ddp'], num_workers=2))
 
-Every rank is `python script args` in a child process of its actor, so the script is the one that torchrun runs and
-knows nothing of Ray. Rank 0's output is the launcher's. Weights never pass through here: ranks talk over their own
-process group, and what outlives a worker are checkpoints on a path that all nodes share. Left out: what the script does
-after a restart (`relaunch`).
+Every rank is `python script args` in a child process of its actor, so scripts are the same as under torchrun. The
+launcher prints the output of rank 0. No weights pass through Ray: ranks communicate over their own process group, and
+checkpoints are on a path that all nodes share. See `relaunch` for how a script resumes after a restart.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from typing import Any
 from chatgpt.launch import worker
 from chatgpt.launch.ray_request import (
     RayLaunch,
+    captured_stderr,
     check_address,
     check_node,
     environment,
-    explained,
     is_no_cluster,
-    stderr_aside,
-    witness,
+    ray_error_text,
+    shared_file,
 )
 from chatgpt.launch.relaunch import MISTAKE
 from chatgpt.rollout.cluster import amounts, import_ray, lack_of_room
 
 GRACE_S = 6.0
-"""how long the other ranks have, after one has failed, to say why and end by themselves"""
+"""seconds that the other ranks have to print their errors and end after one has failed"""
 START_S = 120.0
-"""longest wait for an actor's first answer, once its resources are reserved"""
+"""maximum seconds until an actor's first answer, after its resources are reserved"""
 STOP_S = 90.0
-"""how long ranks have to save and leave after SIGINT or SIGTERM"""
+"""seconds that ranks have to save and end after SIGINT or SIGTERM"""
 POLL_S = 0.5
 READ_S = 5.0
 
 
 @dataclass
 class Rank:
-    """A worker and its place."""
+    """A worker and its node."""
 
     actor: Any
     bundle: int
@@ -60,7 +59,7 @@ class Rank:
     """number of its node"""
     local_size: int = 1
     found: dict[str, Any] = field(default_factory=dict)
-    """what `Worker.look` has seen"""
+    """result of `Worker.inspect_node`"""
 
     @property
     def address(self) -> str:
@@ -69,25 +68,25 @@ class Rank:
 
 @dataclass
 class End:
-    """How a rank ended."""
+    """The end of a rank."""
 
     rank: int
     code: int | None
-    """exit code of the script, or minus a signal's number; None: its worker or node is gone"""
+    """exit code of the script, or minus the number of a signal; None: the worker or node was lost"""
     tail: str = ''
 
     @property
     def died(self) -> bool:
-        """Without a word, so that nobody need wait for one."""
+        """True if the rank was killed or lost, so that no error message of it can follow."""
         return self.code is None or self.code < 0
 
 
 class NoCluster(ValueError):
-    """None runs here."""
+    """No Ray cluster was found."""
 
 
 class GroupLost(RuntimeError):
-    """Workers or nodes have gone before the script was started."""
+    """Workers or nodes were lost before the script was started."""
 
 
 def say(text: str) -> None:
@@ -95,14 +94,14 @@ def say(text: str) -> None:
 
 
 def run_on_ray(launch: RayLaunch) -> int:
-    """Run the script to its end; its exit code.
+    """Runs the script to its end and returns its exit code.
 
     Raises:
-        ImportError: no Ray.
-        ValueError: no cluster, a request that does not fit it, a path or package that a node does not have.
+        ImportError: if Ray is not installed.
+        ValueError: if there is no cluster, the request does not fit it, or a node lacks a path or package.
     """
     if launch.address != 'local':
-        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # seconds of asking a cluster that is there and refuses
+        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # about 5 s
     ray = import_ray('the launcher ray')
     with connected(launch, ray):
         run_id = uuid.uuid4().hex
@@ -139,7 +138,7 @@ def run_on_ray(launch: RayLaunch) -> int:
 
 @contextmanager
 def connected(launch: RayLaunch, ray: Any) -> Iterator[None]:
-    """This process as the driver of a cluster, until the end of the `with`."""
+    """Connects this process to a cluster as its driver, until the end of the `with`."""
     named = launch.address or os.environ.get('RAY_ADDRESS')
     address = named or 'auto'
     check_address(address)
@@ -160,25 +159,25 @@ def connected(launch: RayLaunch, ray: Any) -> Iterator[None]:
 
 
 def join(address: str, ray: Any) -> None:
-    """Raises ValueError, `NoCluster` where that is the reason."""
+    """Calls ray.init. Raises ValueError if it fails, `NoCluster` if there is no cluster."""
     options: dict[str, Any] = {'include_dashboard': False} if address == 'local' else {}
-    with stderr_aside() as said:
+    with captured_stderr() as captured:
         try:
             ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
-        # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came.
+        # ConnectionError, RuntimeError, ValueError or Ray's own, depending on the step that failed
         except Exception as error:
-            said.seek(0)
+            captured.seek(0)
             kind = NoCluster if is_no_cluster(error) else ValueError
-            raise kind(explained(address, error, said.read().decode(errors='replace'))) from None
+            raise kind(ray_error_text(address, error, captured.read().decode(errors='replace'))) from None
 
 
 def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
-    """Wait until the nodes of the cluster are big enough, whoever uses them now.
+    """Waits until the cluster has enough resources in total, in use or free.
 
     Raises:
-        ValueError: they are not after `wait_s`; says what was asked for and what there is.
+        ValueError: if it does not after `wait_s` seconds; names the requested and the existing resources.
     """
-    end, told = time.monotonic() + wait_s, False
+    end, printed = time.monotonic() + wait_s, False
     while True:
         text = lack_of_room(ray, launch.num_workers, 'worker', launch.bundle)
         if text is None:
@@ -188,9 +187,9 @@ def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
                 f'{text}; ask for less with --num_workers, --cpus_per_worker, --gpus_per_worker, or add nodes with ray '
                 'start --address'
             )
-        if not told:
+        if not printed:
             say(f'{text}; waiting {wait_s:g} s for nodes')
-            told = True
+            printed = True
         time.sleep(POLL_S)
 
 
@@ -198,27 +197,27 @@ def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
 
 
 class Group:
-    """The workers between two failures; leaving it ends them and their scripts."""
+    """The workers of one attempt. Leaving the context ends them and their scripts."""
 
     def __init__(self, launch: RayLaunch, ray: Any) -> None:
         self.launch, self.ray = launch, ray
         self.ranks: list[Rank] = []
         self._placement: Any = None
         self._reading: Any = None
-        """rank 0's output, asked for"""
+        """reference to rank 0's next output"""
         self.signalled: int | None = None
 
     def __enter__(self) -> Group:
         try:
             self._place()
-            self._look()
+            self._inspect_nodes()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Scripts first, and waited for: a new group must not find the run's folder still held."""
+        """Stops the scripts and waits for them, so that the next group finds the run's folder released."""
         ray = self.ray
         stops = [r.actor.stop.remote() for r in self.ranks]
         if stops:
@@ -229,7 +228,7 @@ class Group:
             ray.util.remove_placement_group(self._placement)
 
     def _place(self) -> None:
-        """Reserve, start the actors, and number them node by node."""
+        """Reserves resources, starts the actors, and numbers them node by node."""
         ray, launch = self.ray, self.launch
         ray.cloudpickle.register_pickle_by_value(worker)
         self._placement = ray.util.placement_group(
@@ -267,27 +266,27 @@ class Group:
     def _nodes_of_bundles(self) -> dict[int, str]:
         return dict(self.ray.util.placement_group_table(self._placement)['bundles_to_node_id'])
 
-    def _look(self) -> None:
-        """Raises ValueError for a node that lacks a path or the package, GroupLost when one has just died."""
+    def _inspect_nodes(self) -> None:
+        """Raises ValueError if a node lacks a path or the package, GroupLost if a node has died."""
         launch, variables = self.launch, environment(self.launch, '', 0)
         script, folder = os.path.abspath(launch.script), os.getcwd()
-        with witness(launch.shared_path or folder) as token:
+        with shared_file(launch.shared_path or folder) as token:
             seen = {path: worker.digest(path) or '' for path in (script, token)}
-            answers = [r.actor.look.remote(r.address, folder, seen, variables) for r in self.ranks]
+            answers = [r.actor.inspect_node.remote(r.address, folder, seen, variables) for r in self.ranks]
             try:
                 for rank, found in zip(self.ranks, self.ray.get(answers, timeout=START_S), strict=True):
                     rank.found = found
             except self.ray.exceptions.RayError as error:
                 raise GroupLost(f'a worker could not be started: {" ".join(str(error).split())[:1000]}') from None
-        # Ray moves the workers of a node that dies.
+        # Ray moves the workers of a node that dies to another node.
         if any(self._nodes_of_bundles().get(r.bundle) != r.node['NodeID'] for r in self.ranks):
             raise GroupLost('a node has died while its workers were started')
         for rank in self.ranks:
             check_node(rank.address, rank.found, os.path.dirname(token))
 
     def run(self, shared: dict[str, str]) -> End | None:
-        """The script on all ranks; None if it ended well everywhere, or who failed first. `signalled` is what the user
-        sent meanwhile."""
+        """Runs the script on all ranks. Returns None if all succeeded, else the end of the rank that failed first. Sets
+        `signalled` to the signal that the user sent."""
         ray, ranks = self.ray, self.ranks
         command = [os.path.abspath(self.launch.script), *self.launch.script_args]
         waiting = {
@@ -300,7 +299,7 @@ class Group:
         with Signals() as signals:
             while waiting and time.monotonic() < deadline:
                 for number in signals.take():
-                    deadline = self._pass_on(number, again=self.signalled is not None)
+                    deadline = self._forward(number, again=self.signalled is not None)
                 ready, _ = ray.wait(
                     [*waiting, *([self._reading] if self._reading else [])], num_returns=1, timeout=POLL_S
                 )
@@ -309,7 +308,7 @@ class Group:
                         self._show()
                         continue
                     end = self._end(reference, waiting.pop(reference))
-                    # Complaints may come before the news of a death.
+                    # A rank that waits for a dead one may report its error before the death is known.
                     if end.code != 0 and (first is None or (end.died and not first.died)):
                         first = end
                         if self.signalled is None:
@@ -321,8 +320,8 @@ class Group:
             first = End(min(waiting.values()), None, 'it had not ended in time')
         return first
 
-    def _pass_on(self, number: int, *, again: bool) -> float:
-        """Give a signal to all scripts; until when they have to end."""
+    def _forward(self, number: int, *, again: bool) -> float:
+        """Sends a signal to all scripts. Returns the time by which they have to end."""
         self.signalled = number
         say(
             f'{signal.Signals(number).name} again: ending'
@@ -334,10 +333,10 @@ class Group:
         return time.monotonic() + (0 if again else STOP_S)
 
     def _show(self) -> None:
-        """Write what rank 0 has written, and ask for more."""
+        """Prints rank 0's output and requests more."""
         try:
             chunks = self.ray.get(self._reading)
-        except self.ray.exceptions.RayError:  # it is gone, and what it had not yet sent with it
+        except self.ray.exceptions.RayError:  # the worker was lost, with the output that it had not sent
             self._reading = None
             return
         for name, chunk in chunks:
@@ -360,12 +359,12 @@ class Group:
             return f'{where} was lost: {end.tail}'
         if end.code < 0:
             return f'{where} was ended by {signal.Signals(-end.code).name}'
-        # Rank 0's are on the screen.
-        said = f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''
-        return f'{where} ended with exit code {end.code}{said}'
+        # Rank 0's output is printed already.
+        output = f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''
+        return f'{where} ended with exit code {end.code}{output}'
 
     def _variables(self, rank: Rank) -> dict[str, str]:
-        """What torchrun would set for this rank."""
+        """Returns the environment variables that torchrun would set for this rank."""
         master = self.ranks[0]
         variables = {
             'RANK': str(self.ranks.index(rank)),
@@ -382,8 +381,7 @@ class Group:
 
 
 class Signals:
-    """SIGINT and SIGTERM are kept for `take` while active, not acted on. Outside the main thread nothing is
-    installed."""
+    """Collects SIGINT and SIGTERM for `take` while active. Does nothing outside the main thread."""
 
     def __init__(self) -> None:
         self._new: list[int] = []

@@ -1,5 +1,4 @@
-"""What a launch on Ray asks for, and what can be wrong with it: address, token, shared paths, packages. Does not import
-Ray."""
+"""The settings of a launch on Ray, and checks of address, token, shared paths and packages. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ import chatgpt
 from chatgpt.launch.torchrun import Launch, python_path
 from chatgpt.rollout.cluster import request
 
-WITNESS = '.chatgpt-shared-'
+SHARED_PREFIX = '.chatgpt-shared-'
 _HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""how a gRPC connection begins; the other side answers with a frame of the same kind, 4"""
+"""start of a gRPC connection; a server answers with a settings frame, type 4"""
 FORWARDED = (
     *('CHATGPT_', 'CUBLAS_', 'GLOO_', 'HF_', 'MKL_', 'NCCL_', 'OMP_', 'PYTHONHASHSEED', 'PYTHONPATH', 'TOKENIZERS_'),
     *('TORCH_', 'TRANSFORMERS_', 'WANDB_', 'TRACKIO_', 'MLFLOW_'),
 )
-"""beginnings of the environment variables that go with the script to every worker"""
+"""prefixes of the environment variables that are passed to every worker"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayLaunch(Launch):
-    """What is asked for."""
+    """The settings of a launch on Ray."""
 
     cpus_per_worker: float = 1
     """cores that Ray reserves, and threads of a process unless OMP_NUM_THREADS is set"""
@@ -44,9 +43,9 @@ class RayLaunch(Launch):
     wait_s: float = 300.0
     """seconds to wait for resources that others use, or for a new node that replaces a failed one"""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """further environment variables of the script"""
+    """additional environment variables of the script"""
     shared_path: str | None = None
-    """folder that all nodes must see, or the run could not go on elsewhere; none: the working directory"""
+    """folder that all nodes must share, so that a run can resume on another node; none: the working directory"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,9 +70,9 @@ class RayLaunch(Launch):
 
 
 def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]:
-    """Variables that are the same on every rank."""
+    """Returns the environment variables that are the same on every rank."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    # workers find a checkout on the shared path
+    # so that workers import this package from a checkout on the shared path
     forwarded |= python_path(forwarded.get('PYTHONPATH'))
     return {
         'OMP_NUM_THREADS': str(max(1, int(launch.cpus_per_worker))),
@@ -88,7 +87,7 @@ def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]
 
 
 def check_address(address: str) -> None:
-    """Raises ValueError for an address that nobody answers at, long before Ray itself would give up."""
+    """Raises ValueError if no Ray cluster answers at an address, within 5 s; Ray itself retries much longer."""
     if address.startswith('ray://'):
         raise ValueError(
             f'address {address}: the launcher passes paths of its own machine to the workers, so it has to run on a '
@@ -113,8 +112,8 @@ def check_address(address: str) -> None:
 
 
 @contextmanager
-def stderr_aside() -> Iterator[IO[bytes]]:
-    """What this process writes to stderr, C++ included, in a file instead."""
+def captured_stderr() -> Iterator[IO[bytes]]:
+    """Redirects stderr of this process, C++ code included, to a temporary file."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -127,14 +126,14 @@ def stderr_aside() -> Iterator[IO[bytes]]:
 
 
 def is_no_cluster(error: Exception) -> bool:
-    """Whether ray.init has found no cluster."""
+    """Returns True if the error of ray.init means that there is no cluster."""
     return 'Could not find any running Ray instance' in ' '.join(str(error).split())
 
 
-def explained(address: str, error: Exception, said: str = '') -> str:
-    """What went wrong in ray.init, and what to do. `said` is what Ray's C++ had to say."""
+def ray_error_text(address: str, error: Exception, output: str = '') -> str:
+    """Returns why ray.init failed and what to do. `output`: what Ray's C++ code wrote to stderr."""
     text = ' '.join(str(error).split())
-    if 'InvalidAuthToken' in text + said or 'auth_token' in text.lower():
+    if 'InvalidAuthToken' in text + output or 'auth_token' in text.lower():
         why = text[:200] if 'oken' in text else 'it is missing or another one'
         return (
             f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this '
@@ -154,11 +153,10 @@ def explained(address: str, error: Exception, said: str = '') -> str:
 
 
 def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
-    """Raises ValueError when a worker's node, in which `Worker.look` has found this, lacks something; says what to do
-    about it."""
+    """Raises ValueError if a worker's node lacks a path or package. `found`: the result of `Worker.inspect_node`."""
     where = f'node {address} ({found["host"]})'
     for path in found['missing']:
-        if Path(path).name.startswith(WITNESS):
+        if Path(path).name.startswith(SHARED_PREFIX):
             path = os.path.dirname(path)
         raise ValueError(
             f'{path} is not shared: {where} does not have it as it is here. Script, working directory and {shared} '
@@ -182,11 +180,10 @@ def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
 
 
 @contextmanager
-def witness(folder: str) -> Iterator[str]:
-    """A file in `folder`, or in the nearest folder above it that exists, which a node sees only if it sees the same
-    folder."""
+def shared_file(folder: str) -> Iterator[str]:
+    """Writes a file into `folder`, or its nearest existing parent, by which nodes can check that they share it."""
     place = next(p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir())
-    path = place / f'{WITNESS}{uuid.uuid4().hex}'
+    path = place / f'{SHARED_PREFIX}{uuid.uuid4().hex}'
     try:
         path.write_text(path.name)
     except OSError as error:

@@ -1,7 +1,6 @@
-"""How a run is built: checked inputs, models, a trainer with its callbacks, fit, and what is written at the end.
+"""Runs: inputs, models, a trainer with its callbacks, fit, and the files written at the end.
 
-Command lines and config files go through `execute`, under any launcher, and so does `chatgpt.train`, which makes its
-`Inputs` of objects.
+Command lines and config files, under any launcher, and `chatgpt.train` all call `execute`.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from chatgpt.trainer.saving import write_card_of
 
 
 def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any:
-    """A run from its settings to the trained model in its folder; its trainer.
+    """Executes a run, from its settings to the trained model in its folder, and returns the trainer.
 
     Args:
-        inputs: objects in the place of what the settings name, of `chatgpt.train`; None reads what they name.
-        strategy: None makes the run's, and closes it at the end.
+        inputs: objects given to `chatgpt.train`; None: reads what the settings name.
+        strategy: None: makes the run's strategy, and closes it at the end.
     """
     inputs = read_inputs(run) if inputs is None else inputs
     if run.plan:
@@ -71,7 +70,7 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
             inputs.model = start_of(inputs, strategy)
         trainer = make_trainer(inputs, strategy, engine)
         if isinstance(run, PPORun) and inputs.train is not None:
-            trainer.set_prompts(inputs.train)  # whose order a checkpoint goes on with
+            trainer.set_prompts(inputs.train)  # before a checkpoint is loaded, which continues their order
         if inputs.by_name:
             resume(run, trainer)
         elif run.resume:
@@ -82,8 +81,7 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
 
 
 def start_of(inputs: Inputs, strategy: Any) -> str | None:
-    """The model to start from: the run's, or a small one that has learned the demo world's language; none for SFT,
-    which teaches it."""
+    """Returns the initial model: the run's, a small one trained on stories or the game, or None for SFT."""
     run = inputs.run
     if run.base or isinstance(run, SFTRun):
         return run.base
@@ -105,7 +103,7 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 
 
 def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
-    """The run's `lr` or `critic_lr`; where it is not given, one that fits what the model trains, which is printed."""
+    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
@@ -121,11 +119,11 @@ def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> f
 
 
 def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> Any:
-    """The run's optimizer over what the model trains. With states in 8 bits, in blocks of 256 (Dettmers et al. 2022,
-    "8-bit optimizers").
+    """Returns the run's optimizer of the trained parameters. The 8-bit optimizers quantise their states in blocks of
+    256 (Dettmers et al. 2022, "8-bit optimizers").
 
     Args:
-        setting: 'lr', or 'critic_lr' of a critic of its own.
+        setting: 'lr', or 'critic_lr' for a separate critic.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
@@ -142,11 +140,11 @@ def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> 
 
 
 def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
-    """The callbacks of a run's settings: checkpoints, trackers, samples, evaluation, ... `chatgpt.train` asks for some
-    of them by a setting that is given, for the trainer has defaults of its own."""
+    """Returns the callbacks of a run's settings: checkpoints, trackers, samples, evaluation, ... With `chatgpt.train`
+    some are made only if their setting is given, since the trainer has defaults."""
 
     def wanted(*names: str) -> bool:
-        return inputs.by_name or any(name in run.said for name in names)
+        return inputs.by_name or any(name in run.given for name in names)
 
     callbacks: list[Any] = []
     if isinstance(run, PPORun) and wanted('sample_interval'):
@@ -176,17 +174,16 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
 
 
 def run_defaults(run: Run) -> dict[str, Any]:
-    """The settings of such a run when none is given."""
-    plain = type(run)(pretrain=run.pretrain)  # on which some defaults depend
+    """Returns the default settings of a run with this method and model."""
+    plain = type(run)(pretrain=run.pretrain)  # some defaults depend on pretrain
     plain.method = run.method
     plain.fill_defaults()
-    folder = {} if 'save_path' in run.said else {'save_path': run.save_path}  # which follows the word of the command
+    folder = {} if 'save_path' in run.given else {'save_path': run.save_path}  # it depends on the command
     return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None} | folder
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
-    """Models, prepared with their optimizers, and the trainer that the inputs' settings are of. `engine`: None is the
-    run's own."""
+    """Makes and prepares models and optimizers, and returns the trainer. `engine`: None: that of the run's settings."""
     if not isinstance(inputs.settings, PPOConfig):
         trainer = offline_trainer(inputs, strategy)
     else:
@@ -211,13 +208,13 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     critic_optim = make_optimizer(run, strategy, critic, 'critic_lr') if critic is not None else None
     scorer = (
         reward if isinstance(reward, Scorer) and not isinstance(reward, torch.nn.Module) else None
-    )  # with nothing in it that the strategy could prepare
+    )  # has no module for the strategy to prepare
     (actor, actor_optim), reward, initial_model, mask_model = strategy.prepare(
         (actor, actor_optim), None if scorer else reward, initial_model, mask_model
     )
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
-    if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
+    if inputs.reward_tokenizer is not None:  # the reward model's tokenizer differs from the policy's
         reward = RewardModelScorer(
             reward,
             tokenizer=inputs.reward_tokenizer,
@@ -247,7 +244,7 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
 
 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
-    """The trainer of a run that only learns. Under LoRA the actor with its adapter off is the reference."""
+    """Returns the trainer of a run that does not collect. With LoRA the reference is the actor with its adapter off."""
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
@@ -276,7 +273,7 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
 
 
 def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
-    """What `fit` of the run's trainer takes."""
+    """Returns the arguments of the trainer's `fit`."""
     run = inputs.run
     if isinstance(run, PPORun):
         return inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps
@@ -287,7 +284,7 @@ def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
 
 
 def resume(run: Run, trainer: Any) -> None:
-    """Go on from the checkpoint that the run names, if any, and write down what runs from here on."""
+    """Loads the checkpoint that the run names, if any, and writes the run's settings into its folder."""
     strategy = trainer.strategy
     sign(run.save_path, strategy)
     if run.resume:
@@ -303,10 +300,10 @@ def resume(run: Run, trainer: Any) -> None:
 
 
 def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
-    """Write the trained model as a Hugging Face folder, where one is asked for, and the optimizers' states; upload.
+    """Writes the trained model as a Hugging Face folder, and adapter and optimizer states if set; uploads the model.
 
     Raises:
-        PushError: the upload failed; says how to do it later.
+        PushError: if the upload failed; says how to repeat it.
     """
     strategy = trainer.strategy
     if by_name or run.model_path is not None:
@@ -329,7 +326,7 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
 
 
 def use_of(run: Run, path: Path, tokenizer: Any) -> str:
-    """The command that uses the trained model."""
+    """Returns a command that uses the trained model."""
     place = shlex.quote(str(path))
     if run.trained == 'reward_model':
         return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
@@ -341,7 +338,7 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
 
 
 def write_adapter(run: Run, trainer: Any) -> None:
-    """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`; a reward model with its head."""
+    """Writes the adapters, and the head of a reward model, to `save_path`/adapter, which PEFT loads onto `pretrain`."""
     path, strategy, model = Path(run.save_path, 'adapter'), trainer.strategy, trainer.models()[run.trained]
     weights = strategy.full_state_dict(model, run.save_path)
 

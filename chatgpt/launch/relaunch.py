@@ -1,8 +1,8 @@
-"""Going on after a launcher has started the processes of a run anew.
+"""Resuming after a launcher has restarted the processes of a run.
 
-A launch has a name, TORCHELASTIC_RUN_ID, the same before and after a restart: torchrun sets it (`--rdzv_id`, or a new
-one with `--standalone`), and so does `chatgpt.launch.ray`. A run writes it into its folder once nothing is wrong with
-its command line; a process of the same launch that finds it there resumes, whether --resume was given or not.
+TORCHELASTIC_RUN_ID is the name of a launch, the same before and after a restart: torchrun sets it (`--rdzv_id`, or a
+new one with `--standalone`), and so does `chatgpt.launch.ray`. A run writes it into its folder after its settings are
+checked; a process of the same launch that finds it there resumes, with or without --resume.
 """
 
 from __future__ import annotations
@@ -16,44 +16,42 @@ from typing import Any
 
 FILE = '.launch'
 MISTAKE = 2
-"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail
-again"""
-TOLD = 'CHATGPT_LAUNCH_TOLD'
-"""Variable with the path of a file. The rank that reports an error creates it, so that the others do not print the
-same; one file per restart."""
+"""exit code of a script with wrong arguments (`run_main`, argparse, python itself): the same call would fail again"""
+REPORT_MARKER = 'CHATGPT_LAUNCH_TOLD'
+"""environment variable with the path of a file. The rank that prints an error creates it, so that the others do not
+print the same one; there is one file per restart."""
 
 
-def was_told() -> bool:
-    return TOLD in os.environ and _told().exists()
+def is_reported() -> bool:
+    return REPORT_MARKER in os.environ and _report_marker().exists()
 
 
-def mark_told() -> None:
-    if TOLD in os.environ:
-        _told().touch()
+def mark_reported() -> None:
+    if REPORT_MARKER in os.environ:
+        _report_marker().touch()
 
 
-def _told() -> Path:
-    return Path(f'{os.environ[TOLD]}-{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}')
+def _report_marker() -> Path:
+    return Path(f'{os.environ[REPORT_MARKER]}-{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}')
 
 
 def launch_name() -> str | None:
-    """None without a launcher, and under torchrun's static rendezvous, which calls every launch 'none'."""
+    """Returns the name of the launch; None without a launcher, and for torchrun's static rendezvous ('none')."""
     name = os.environ.get('TORCHELASTIC_RUN_ID')
     return None if name in (None, '', 'none') else name
 
 
 def is_restart(save_path: str | os.PathLike[str]) -> bool:
-    """Whether this launch has already run in this folder."""
+    """Returns True if this launch has already run in this folder."""
     name = launch_name()
     return name is not None and _read(save_path).get('launch') == name
 
 
 def sign(save_path: str | os.PathLike[str], strategy: Any) -> None:
-    """Write the launch's name, seen by all processes.
+    """Writes the name of the launch into the run's folder, which all processes must share.
 
     Raises:
-        ValueError: a process does not see the folder that rank 0 writes: what is saved there could not be put together
-            again.
+        ValueError: if a process does not see what rank 0 has written.
     """
     processes = strategy.processes
     if processes.world_size == 1 and launch_name() is None:

@@ -1,4 +1,4 @@
-"""The rollout workers that the flags of a PPO run ask for. Left out: Ray itself (`chatgpt.rollout.ray_workers`)."""
+"""The rollout workers of a PPO run. See `chatgpt.rollout.ray_workers` for their actors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatgpt.rollout.shared import OfOneRank
 from chatgpt.rollout.vllm import check_sampling
 
 PATIENCE = 0.8
-"""share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot
-name the actor"""
+"""share of `rank_timeout_s` in which an actor must answer: less than the 0.9 after which waiting ranks end, since these
+cannot name the actor"""
 
 
 def _workers(args: PPORun) -> Any:
@@ -27,7 +27,7 @@ def _workers(args: PPORun) -> Any:
 
 
 def _engine(args: PPORun) -> Any:
-    """Not started."""
+    """Returns an engine that is not started."""
     from chatgpt.rollout import RemoteEngine, VLLMRemoteEngine
 
     kind = VLLMRemoteEngine if args.engine == 'vllm' else RemoteEngine
@@ -35,18 +35,18 @@ def _engine(args: PPORun) -> Any:
 
 
 def check_rollout_args(args: PPORun) -> None:
-    """Raises ValueError for what vLLM or rollout workers cannot do, before anything is started."""
+    """Raises ValueError for settings that vLLM or rollout workers do not support, without starting them."""
     if args.engine == 'vllm':
         drawn = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
         check_sampling(SimpleNamespace(**drawn, stop=args.stop_string or None, extra={}))
     if args.rollout_workers:
-        _engine(args)  # for its errors; starts nothing
+        _engine(args)  # raises the errors of its constructor; starts nothing
 
 
 @contextmanager
 def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
-    """The engine of the run's workers, which end with the context; None where it has none. Workers with vLLM are shared
-    by all ranks, others by the processes of one."""
+    """Yields the engine of the run's workers, None without workers; they end with the context. Workers with vLLM are
+    shared by all ranks, others by the processes of one rank."""
     if not isinstance(args, PPORun) or not args.rollout_workers:
         yield None
         return

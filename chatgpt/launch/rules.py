@@ -1,5 +1,5 @@
-"""What does not go together among the settings of a run, beside the tables of `strategies.rules` and `trainer.rules`:
-tables of `chatgpt.rules`. Imports no torch."""
+"""Tables (`chatgpt.rules`) of settings of a run that exclude each other, beside those of `strategies.rules` and
+`trainer.rules`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ RUN_RULES = [
         'validation_file={s.validation_file} is the training data: give another, or --validation_percentage',
     ),
 ]
-"""of every run"""
+"""rules of every run"""
 
 DATA_RULES = [
     Rule(lambda s: s.dataset and not s.pretrain, 'data of your own needs a model: give --pretrain NAME_OR_FOLDER'),
     Rule(lambda s: s.method == 'ilql' and s.lora_rank, 'lora_rank: ILQL trains all weights; leave it out'),
 ]
-"""of runs that only learn"""
+"""rules of runs that do not collect"""
 
 ENVIRONMENT_SETTINGS = (
     *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
@@ -84,19 +84,19 @@ ENVIRONMENT_SETTINGS = (
 
 
 def own_policy(s: Any) -> str | None:
-    """The setting that asks for a policy of `POLICIES`, which is the actor and a copy of it; None where none does."""
+    """Returns the setting that selects a policy of `POLICIES`, which needs a copy of the actor; None if none does."""
     return next((name for name in POLICIES if getattr(s, name, None) is not None), None)
 
 
 def _elsewhere(s: Any, *here: str) -> str:
-    """Where responses come from, unless one of the engines `here` makes them in the training process; ''."""
+    """Returns the setting that generates responses outside the training process or the engines `here`, else ''."""
     if s.engine not in here:
         return f'engine={s.engine!r}'
     return f'rollout_workers={s.rollout_workers}' if s.rollout_workers else ''
 
 
 def _liger_temperature(s: Any) -> str | None:
-    """The fault of a temperature, None where there is none. precision='auto' is known at the device."""
+    """Returns why liger refuses the temperature, or None. precision='auto' counts as fp32: the device decides later."""
     from chatgpt.nn.head_kernels import check_liger_temperature
 
     try:
@@ -189,7 +189,7 @@ PPO_RUN_RULES = [
         'rollout workers generate with the local engine or vLLM: --engine {s.engine} does not fit --rollout_workers',
     ),
 ]
-"""of a PPO run"""
+"""rules of a PPO run"""
 
 ENCODER_DECODER_RULES = [
     Rule(lambda s: s.on_trunk, 'shares no trunk: leave shared_trunk and quantize out'),
@@ -213,4 +213,4 @@ ENCODER_DECODER_RULES = [
         'generates with model.generate alone: give engine hf, or leave it out',
     ),
 ]
-"""of a run that trains an encoder-decoder (T5, BART)"""
+"""rules of a run that trains an encoder-decoder (T5, BART)"""

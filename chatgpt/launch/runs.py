@@ -1,9 +1,8 @@
-"""A run as one object: dataclasses for the model, its adapters, the strategy, sampling, an environment and the run's
-folder, composed with the settings of a trainer into `PPORun`, `SFTRun`, `RewardRun`, and those that `run_class`
-makes.
+"""The settings of a run: dataclasses for model, adapters, strategy, sampling, environment and folder, composed with the
+settings of a trainer into `PPORun`, `SFTRun`, `RewardRun` and the classes of `run_class`.
 
-Flags, config files, `chatgpt.train`, `--plan`, reports and sweeps read these fields; `chatgpt.launch.rules` says what
-does not go together.
+Flags, config files, `chatgpt.train`, `--plan`, reports and sweeps use these fields; `chatgpt.launch.rules` lists the
+combinations that are errors.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.settings import LearningSettings, Settings
 
 EMBEDDED = 'embedded'
-"""the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
+"""name of the small GPT-2 that a run creates and, except for SFT, trains on stories first"""
 EPISODE_TOKENS = 256
-"""most tokens of an episode, turns and observations together, unless max_new_tokens says it"""
+"""default of max_new_tokens for an episode, turns and observations together"""
 Groups = dict[str, tuple[str, ...]]
 MODEL = ('pretrain', 'apply_chat_template', 'lora_rank', 'gradient_checkpointing')
 RUN = (
@@ -126,7 +125,7 @@ class LoraSettings(Settings):
 
 @dataclass(kw_only=True)
 class FolderSettings(Settings):
-    """What a run writes: checkpoints, metrics, the trained model."""
+    """The folder of a run: checkpoints, metrics, the trained model."""
 
     save_path: str = 'outputs/run'
     """folder of this run"""
@@ -159,10 +158,10 @@ class FolderSettings(Settings):
 
 @dataclass(kw_only=True)
 class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, LearningSettings):
-    """What the runs of all methods have in common."""
+    """The settings of every run."""
 
-    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
-    """the settings that the user gave, in this start or in one that it goes on from"""
+    given = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
+    """settings given in this start, or in an earlier one of a resumed run"""
     skip_bad_records: bool = False
     """skip and count records that cannot be used, instead of stopping at the first"""
     validation_file: str | None = None
@@ -173,15 +172,15 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
     method = ''  # no annotation: not a setting
     """name in `METHODS`"""
     common: ClassVar[Groups] = {'the model': MODEL, 'the run': RUN}
-    """what --help and `init` show, by what it is about; the others stand behind --help-all"""
+    """settings that --help and `init` show, in groups; --help-all shows all"""
     trained: ClassVar[str] = 'actor'
-    """the model that is trained, and the name of its folder"""
+    """the trained model, and the name of its folder"""
     config_class: ClassVar[type[Settings]] = LearningSettings
-    """the trainer's settings"""
+    """class of the trainer's settings"""
 
     @property
     def base(self) -> str | None:
-        """The model to start from; None: the small one of the demo world."""
+        """The initial model; None: the small one of `demo_world`."""
         return None if self.pretrain == EMBEDDED else self.pretrain
 
     def fill_defaults(self) -> None:
@@ -191,16 +190,16 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
                 setattr(self, name, value)
 
     def unused(self) -> tuple[str, ...]:
-        """Settings that say nothing of this run, and get no default."""
+        """Returns settings that have no effect in this run, and get no default."""
         return ()
 
     def entry(self) -> Recipe:
-        """How it trains."""
+        """Returns the method's entry in `METHODS`."""
         return METHODS.find(self.method)
 
     @classmethod
     def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
-        """The default of a setting in --help, of this class or of a run with that method."""
+        """Returns the default of a setting as --help shows it, for this class or a method."""
         entry = METHODS.find(method or cls.method)
         if default is None and entry.defaults.get(name) is not None:
             trial = trial_defaults(method or cls.method, entry.defaults)
@@ -220,7 +219,7 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
         self._check_installed()
 
     def _check_installed(self) -> None:
-        """Raises ValueError for an optional package that the run needs and that is not there."""
+        """Raises ValueError if an optional package that the run needs is not installed."""
         if self.logprob_kernel == 'liger':
             from chatgpt.nn.head_kernels import check_name
 
@@ -232,33 +231,33 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
                 check_bitsandbytes(f'{name}={getattr(self, name)}')
 
     def trackers(self) -> list[str]:
-        """Names in `TRACKERS`."""
+        """Returns the run's trackers, names in `TRACKERS`."""
         return tracker_names([*(self.log_with or ()), *(['tensorboard'] if self.tensorboard else [])])
 
     def data_source(self) -> str | None:
-        """File or hub name of the training data."""
+        """Returns the file or hub name of the training data."""
         return None
 
     @property
     def on_trunk(self) -> bool:
-        """Whether models are adapters on a frozen base of `SharedTrunk`."""
+        """True if the models are adapters on a frozen base, a `SharedTrunk`."""
         return self.quantize != 'none'
 
     def lora_keywords(self) -> dict[str, Any]:
-        """Keywords of the model classes."""
+        """Returns the LoRA keywords of the model classes."""
         if not self.lora_rank:
             return {}
         options = {'alpha': self.lora_alpha, 'dropout': self.lora_dropout, 'targets': self.lora_target_modules}
         return {'lora_rank': self.lora_rank, 'lora_train_bias': self.lora_train_bias, 'lora_options': options}
 
     def config(self) -> Any:
-        """The trainer's own settings."""
+        """Returns the trainer's settings."""
         return self.config_class(**{name: getattr(self, name) for name in self.config_class.field_names()})
 
 
 @dataclass(kw_only=True)
 class RolloutSettings(Settings):
-    """Who generates the responses, and how tokens are drawn."""
+    """The engine that generates responses, and its sampling."""
 
     max_new_tokens: int | None = None
     """maximum tokens of a response"""
@@ -289,7 +288,7 @@ class RolloutSettings(Settings):
 
 @dataclass(kw_only=True)
 class EpisodeSettings(Settings):
-    """An environment to act in."""
+    """The environment of a run of several turns."""
 
     environment: str | None = None
     """environment of several turns: games:countdown (others: docs/environments.md) or module:Class"""
@@ -386,7 +385,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
         if self.environment is not None and self.max_new_tokens is None:
             self.max_new_tokens = EPISODE_TOKENS
         if own_policy(self) is not None and self.precision == 'auto':
-            self.precision = 'fp32'  # in which the log-probs of decode and trainer agree
+            self.precision = 'fp32'  # the log-probs of engine and trainer agree in fp32
         super().fill_defaults()
 
     def validate(self, world_size: int = 1) -> None:
@@ -414,11 +413,11 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
 
     @property
     def reference_in_actor(self) -> bool:
-        """Whether the actor is its own reference: under hydra, and under LoRA unless biases move with the adapters."""
+        """True if the actor contains the reference: with hydra, and with LoRA unless biases are trained."""
         return self.num_layers_unfrozen > 0 or (self.lora_rank > 0 and self.lora_train_bias == 'none')
 
     def generation(self) -> dict[str, Any]:
-        """Generation keywords of the trainer."""
+        """Returns the generation keywords of the trainer."""
         return {
             'max_new_tokens': self.max_new_tokens,
             'min_new_tokens': self.min_new_tokens,
@@ -435,7 +434,7 @@ LENGTH = ('max_epochs', 'max_steps', 'train_batch_size', 'max_tokens_per_batch',
 
 @dataclass(kw_only=True)
 class DataRun(Run, SupervisedConfig):
-    """What the runs that only learn have in common."""
+    """The settings of runs that do not collect."""
 
     dataset: str | None = None
     """file or hub name of the training data; none: embedded data for trials"""
@@ -490,8 +489,7 @@ NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFI
 
 @dataclass(kw_only=True)
 class PreferenceRun(DataRun):
-    """What the runs of methods with a `PreferenceConfig` have in common: preferences (prompt, chosen, rejected, or
-    ranked answers); for KTO also text and label."""
+    """The settings of methods with a `PreferenceConfig`, on preferences or ranked responses; for KTO also on labels."""
 
     save_path: str = 'outputs/train_preference'
     max_epochs: int = 1
@@ -503,7 +501,7 @@ class PreferenceRun(DataRun):
 
 
 def run_class(name: str) -> type[Run]:
-    """The settings of a command line of the method of that name: its own class, or its config's with those of a run."""
+    """Returns the class of a method's settings: its own, or its config class combined with the settings of a run."""
     method = METHODS.find(name)
     return method.part('run') or _run_class(name, method.about, method.part('config'))
 

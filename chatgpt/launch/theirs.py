@@ -1,8 +1,8 @@
-"""Settings of llm-on-ray and ColossalAI without a single counterpart here (workers, length of training, batch per
-worker, part of a data set), translated into ours.
+"""Translates settings of llm-on-ray and ColossalAI that have no single counterpart here: workers, length of training,
+batch per worker, part of a data set.
 
-Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the
-launchers, which look for the workers themselves (`config_values.peek`).
+Other names of single settings are in `chatgpt.names`. Launchers read the number of workers themselves, with `peek` of
+`chatgpt.launch.__main__`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,36 @@ from typing import Any
 from chatgpt.launch.arguments import processes_here, world_size_from_env
 from chatgpt.launch.runs import DataRun, PPORun, RewardRun, Run
 
-OF_ALL = {
+RUN_NAMES = {
     'preprocessing_num_workers': int,
     'num_training_workers': int | None,
     'resources_per_worker': dict[str, float] | None,
 }
-OF_PPO = {'epochs': int | None, 'training_iteration': int | None}
-OF_DATA = {'batch_size': int | None, 'gradient_accumulation_steps': int}
-OF_REWARD = {'subset': str | None, 'test': bool}
+PPO_NAMES = {'epochs': int | None, 'training_iteration': int | None}
+DATA_NAMES = {'batch_size': int | None, 'gradient_accumulation_steps': int}
+REWARD_NAMES = {'subset': str | None, 'test': bool}
 TRIAL = 100
-"""records of a run with `test`"""
+"""number of records of a run with `test`"""
 
 
 def their_settings(cls: type[Run]) -> dict[str, Any]:
-    """Names and types, beside the fields of `cls`."""
-    kinds = ((PPORun, OF_PPO), (DataRun, OF_DATA), (RewardRun, OF_REWARD))
-    return OF_ALL | {name: kind for run, settings in kinds if issubclass(cls, run) for name, kind in settings.items()}
+    """Returns names and types of these settings for runs of `cls`."""
+    kinds = ((PPORun, PPO_NAMES), (DataRun, DATA_NAMES), (RewardRun, REWARD_NAMES))
+    return RUN_NAMES | {
+        name: kind for run, settings in kinds if issubclass(cls, run) for name, kind in settings.items()
+    }
 
 
-def in_our_words(
+def to_our_settings(
     values: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a run's fields, and what is asked of its processes (`meet`).
+    """Returns the values of a run's fields, and the arguments of `check_processes`.
 
     Args:
-        before: what was said of the run that is resumed, which stands unless `values` say otherwise.
+        before: settings of the run that is resumed; `values` take precedence.
 
     Raises:
-        ValueError: a value out of range, two that contradict each other, one that cannot be honoured.
+        ValueError: for a value out of range, two that contradict each other, or one that is not supported.
     """
     ours = {name: value for name, value in values.items() if name not in their_settings(cls)}
     theirs = {name: value for name, value in values.items() if name not in ours and value is not None}
@@ -53,40 +55,39 @@ def in_our_words(
         raise ValueError(f'preprocessing_num_workers={workers} cannot be honoured: data is read by one process')
     ours |= _length(theirs, ours) | _batch(theirs, ours, cls, before or {})
     ours |= _part(theirs, ours, cls, before or {})
-    return ours, {name: theirs[name] for name in OF_ALL if name in theirs}
+    return ours, {name: theirs[name] for name in RUN_NAMES if name in theirs}
 
 
-def _length(theirs: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """How long PPO trains: passes over the prompts, or phases of one timestep; it learns after every timestep."""
-    given = [name for name in OF_PPO if name in theirs]
+def _length(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates the length of PPO: passes over the prompts, or phases; each phase has one timestep."""
+    given = [name for name in PPO_NAMES if name in theirs]
     if len(given) > 1:
         raise ValueError('epochs and training_iteration both say how long to train; give one')
     for why in given:
         length = {'num_episodes': theirs[why], 'max_timesteps': None if why == 'epochs' else 1, 'update_timesteps': 1}
         for name, value in length.items():
-            if name in said and said[name] != value:
-                raise ValueError(f'{why}={theirs[why]} and {name}={said[name]} both say how long to train; give one')
+            if name in ours and ours[name] != value:
+                raise ValueError(f'{why}={theirs[why]} and {name}={ours[name]} both say how long to train; give one')
         return length
     return {}
 
 
 def _batch(
-    theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The batch of all ranks from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size` records
-    each."""
+    """Translates `batch_size` and `gradient_accumulation_steps`, which are per rank, into the batch of all ranks."""
     steps = theirs.get('gradient_accumulation_steps', 1)
     if 'batch_size' not in theirs:
         if steps > 1:
             raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
         return {}
-    if 'train_batch_size' in said:
+    if 'train_batch_size' in ours:
         raise ValueError(
-            f'batch_size={theirs["batch_size"]} and train_batch_size={said["train_batch_size"]} both say how large a '
+            f'batch_size={theirs["batch_size"]} and train_batch_size={ours["train_batch_size"]} both say how large a '
             'batch is; give one'
         )
-    known = {**before, **said}
-    ranks = world_size_from_env() // max(known.get('tensor_parallel', 1), 1)  # what leaves a rest is refused later
+    known = {**before, **ours}
+    ranks = world_size_from_env() // max(known.get('tensor_parallel', 1), 1)  # a remainder is an error later
     size = {'train_batch_size': theirs['batch_size'] * steps * max(ranks, 1)}
     if steps > 1:
         size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=known.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]
@@ -94,28 +95,30 @@ def _batch(
 
 
 def _part(
-    theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], cls: type[Run], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A folder of a data set, and a trial that learns from `TRIAL` records."""
+    """Translates `subset`, a folder of a data set, and `test`, a run on `TRIAL` records."""
     part = dict[str, Any]()
     if theirs.get('subset'):
-        if not said.get('dataset'):
+        if not ours.get('dataset'):
             raise ValueError(f'subset={theirs["subset"]} is a folder of a data set: give dataset too')
-        between = '/' if Path(said['dataset']).is_dir() else ':'
-        part['dataset'] = f'{said["dataset"]}{between}{theirs["subset"]}'
+        between = '/' if Path(ours['dataset']).is_dir() else ':'
+        part['dataset'] = f'{ours["dataset"]}{between}{theirs["subset"]}'
     if theirs.get('test'):
-        if said.get('max_steps') is not None:
-            raise ValueError(f'test and max_steps={said["max_steps"]} both say how long to train; give one')
-        size = {**before, **said}.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
+        if ours.get('max_steps') is not None:
+            raise ValueError(f'test and max_steps={ours["max_steps"]} both say how long to train; give one')
+        size = {**before, **ours}.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
         part['max_steps'] = -(-TRIAL // size)
     return part
 
 
-def meet(num_training_workers: int | None = None, resources_per_worker: Mapping[str, float] | None = None) -> None:
-    """See that there are as many processes as asked for, and give this one the threads that it is to have.
+def check_processes(
+    num_training_workers: int | None = None, resources_per_worker: Mapping[str, float] | None = None
+) -> None:
+    """Checks the number of processes and sets the threads of this one.
 
     Raises:
-        ValueError: there are more or fewer; a GPU is asked for and there is none.
+        ValueError: if the number differs, or a GPU is requested and there is none.
     """
     wanted, world_size, resources = num_training_workers, world_size_from_env(), resources_per_worker or {}
     if wanted is not None and wanted != world_size:

@@ -1,7 +1,7 @@
-"""A script under torchrun, with the names of this package's launcher.
+"""Runs a script under torchrun, with the settings of this package's launcher.
 
-`python -m chatgpt.launch.torchrun ARGUMENTS OF TORCHRUN` is torchrun without its traceback where a script fails or is
-told to stop; a script that was called wrongly is not started again.
+`python -m chatgpt.launch.torchrun ARGUMENTS OF TORCHRUN` is torchrun without a traceback when a script fails or is
+stopped, and without restarts of a script with wrong arguments.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import chatgpt
-from chatgpt.launch.relaunch import MISTAKE, TOLD
+from chatgpt.launch.relaunch import MISTAKE, REPORT_MARKER
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What every launcher is asked for."""
+    """The settings of every launcher."""
 
     script: str
     script_args: Sequence[str] = ()
     num_workers: int = 1
-    """of all nodes together"""
+    """total number over all nodes"""
     max_failures: int = 3
-    """how many times the workers are replaced"""
+    """number of times that failed workers are replaced"""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -41,7 +41,7 @@ class Launch:
 
 
 def python_path(given: str | None) -> dict[str, str]:
-    """PYTHONPATH with the checkout that this package is in before what is `given`; nothing for an installed package."""
+    """Returns PYTHONPATH with this package's checkout before what is `given`; nothing if the package is installed."""
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' in root.parts:
         return {}
@@ -50,7 +50,7 @@ def python_path(given: str | None) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunLaunch(Launch):
-    """What is asked for on this node; with several nodes the same command is started on each."""
+    """The settings of a launch with torchrun; with several nodes the same command is started on each."""
 
     cpus_per_worker: float | None = None
     """threads of a process, unless OMP_NUM_THREADS is set; none: 1 where there are several processes"""
@@ -81,7 +81,7 @@ class TorchrunLaunch(Launch):
             )
 
     def command(self) -> list[str]:
-        """The torchrun command, through `main` here."""
+        """Returns the torchrun command, which runs `main` of this module."""
         meet = ['--standalone']
         if self.run_id:
             endpoint = self.rdzv_endpoint or 'localhost:0'
@@ -106,18 +106,18 @@ class TorchrunLaunch(Launch):
 
 
 def run_on_torchrun(launch: TorchrunLaunch) -> None:
-    """Become torchrun.
+    """Replaces this process by torchrun.
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE makes every restart begin with an empty store. Otherwise the agent's store serves
-    the new processes too (torch 2.13), and some of them connect to the addresses of dead ones that they find there.
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE gives every restart an empty store. Otherwise the new processes use the agent's
+    store too (torch 2.13), and some connect to addresses of dead processes in it.
     """
     command = launch.command()
     os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    # Otherwise torchrun sets it to 1 itself, and says so in four lines.
+    # Otherwise torchrun sets it to 1 itself and prints a warning.
     if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
     os.environ.update(python_path(os.environ.get('PYTHONPATH')))
-    os.environ[TOLD] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'told'))
+    os.environ[REPORT_MARKER] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'told'))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)
@@ -134,7 +134,7 @@ def main() -> None:
     except SignalException as stop:
         raise SystemExit(128 + int(stop.sigval)) from None
     except ChildFailedError as error:
-        if any(failure.exitcode == MISTAKE for failure in error.failures.values()):  # which has said itself what it is
+        if any(failure.exitcode == MISTAKE for failure in error.failures.values()):  # it has printed its error
             raise SystemExit(MISTAKE) from None
         rank, failure = error.get_first_failure()
         print(f'[launch] rank {rank} {_ending(failure.exitcode)}; giving up', file=sys.stderr, flush=True)
@@ -142,8 +142,7 @@ def main() -> None:
 
 
 def _end_at_mistakes() -> None:
-    """Take a script that ends with `MISTAKE` as the end of the launch, and say in a line why workers are started
-    again."""
+    """Makes torchrun's agent end the launch when a script ends with `MISTAKE`, and print a line before a restart."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
 

@@ -1,7 +1,7 @@
-"""The far end of a launch: looks around on its node, and runs the script as a child process whose output it keeps.
+"""The worker of a launch on Ray: inspects its node, and runs the script as a child process.
 
-Sent to other machines by value, before it is known whether this package is there: it imports the standard library only.
-Left out: who the workers are and what becomes of their results (`ray`).
+Imports the standard library only: it is sent to other machines by value, before it is known whether they have this
+package. See `ray` for the driver.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 8192
-"""of a rank's output, shown when it fails"""
+"""bytes at the end of a rank's output that are shown when it fails"""
 END = 'end'
 """name of the last chunk of an output"""
 _CHUNK = 65536
 _SIOCGIFADDR = 0x8915
 
-# Replaced by the script at once; before that it asks the kernel for its own end when this worker ends, however that
-# ends.
+# Asks the kernel to kill this process when the worker ends, in whatever way, and then executes the script.
 _EXEC = """
 import os, signal, sys
 try:
@@ -53,7 +52,7 @@ print(json.dumps(found))
 
 
 def digest(path: str) -> str | None:
-    """SHA-256 of a file; None where it cannot be read."""
+    """Returns the SHA-256 of a file; None if it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -61,7 +60,7 @@ def digest(path: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None if that cannot be told."""
+    """Returns the network interface with this IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -74,7 +73,7 @@ def interface_of(address: str) -> str | None:
 
 
 class Worker:
-    """One rank. `run` blocks until its script has ended; the other methods are called meanwhile, from other threads."""
+    """A rank. `run` blocks until the script has ended; the other methods are called from other threads meanwhile."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,16 +82,18 @@ class Worker:
         self._tail = b''
         self._lock = threading.Lock()
 
-    def look(self, address: str, folder: str, seen: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, Any]:
-        """What the launcher needs to know before it starts anything here.
+    def inspect_node(
+        self, address: str, folder: str, seen: Mapping[str, str], variables: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Returns facts about this node for the launcher.
 
         Args:
-            address: of this node.
-            folder: the working directory of the launch.
-            seen: path → SHA-256 of files that must be the same here.
+            address: address of this node.
+            folder: working directory of the launch.
+            seen: path → SHA-256 of files that must be the same on this node.
 
         Returns:
-            port (free now), interface, missing (paths that are not here or differ), packages (python, missing,
+            port (a free one), interface, missing (paths that do not exist or differ), host, packages (python, missing,
             version).
         """
         with socket.socket() as probe:
@@ -121,10 +122,10 @@ class Worker:
         return found
 
     def run(self, command: Sequence[str], folder: str, variables: Mapping[str, str], stream: bool) -> tuple[int, str]:
-        """`python *command` in `folder`; its exit code (minus the signal that ended it) and the end of its output.
+        """Runs `python *command` in `folder`. Returns exit code, or minus a signal, and the end of the output.
 
         Args:
-            stream: keep the output for `read`, which must then be called until this has returned.
+            stream: keep the output for `read`, which must then be called until this method returns.
         """
         with self._lock:
             if self._ended:
@@ -146,7 +147,7 @@ class Worker:
         for pump in pumps:
             pump.start()
         code = process.wait()
-        self._kill_group()  # what the script has started and left
+        self._kill_group()  # processes that the script has left running
         for pump in pumps:
             pump.join()
         if stream:
@@ -158,10 +159,10 @@ class Worker:
             with self._lock:
                 self._tail = (self._tail + chunk)[-TAIL_BYTES:]
             if stream:
-                self._output.put((name, chunk))  # waits when nobody reads, as a pipe would
+                self._output.put((name, chunk))  # blocks while the queue is full, as a pipe does
 
     def read(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """(stdout, stderr or END, bytes) since the last call; waits up to `timeout_s` for the first."""
+        """Returns (stdout, stderr or END, bytes) since the last call; waits up to `timeout_s` for the first."""
         chunks: list[tuple[str, bytes]] = []
         try:
             chunks.append(self._output.get(timeout=timeout_s))
@@ -171,12 +172,12 @@ class Worker:
             return chunks
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the script."""
+        """Sends a signal to the script."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def stop(self) -> None:
-        """End the script at once, and wait until it has ended."""
+        """Kills the script and waits until it has ended."""
         with self._lock:
             self._ended = True
         if self._process is not None:

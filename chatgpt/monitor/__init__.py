@@ -1,1 +1,1 @@
-"""What a run leaves and what people read from it: run folder, doctor, report, comparison, publishing. No torch."""
+"""Run folder, doctor, report, comparison by people, publishing. Imports no torch."""

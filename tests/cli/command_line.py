@@ -1,4 +1,4 @@
-"""The command in this process."""
+"""Calls the command in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatgpt.launch.cli import command
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """Exit code of `chatgpt-rlhf WORDS`."""
+    """Runs `chatgpt-rlhf WORDS` and returns its exit code."""
     monkeypatch.setattr(sys, 'argv', ['/usr/bin/chatgpt-rlhf', *words])
     try:
         command.main()

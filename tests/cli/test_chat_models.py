@@ -1,5 +1,5 @@
-"""Plain text and a model with a chat template: one rule for training, generate, evaluate, compare and chat, and what is
-shown and drawn."""
+"""Plain text and models with a chat template: one rule for training, generate, evaluate, compare and chat; the sampling
+parameters that these print and use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 import chatgpt
 from chatgpt.data.formats import text_choice
-from chatgpt.launch.cli.generate import drawing_of
+from chatgpt.launch.cli.generate import sampling_settings
 from chatgpt.monitor.report.rollouts import page_row
 from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.monitor.run_folder.rollouts import read_rollouts
@@ -66,8 +66,8 @@ def train(monkeypatch, folder, save_path, *flags, method='grpo', model='chat'):
     return call(monkeypatch, method, *words, f'--save_path={save_path}', *TINY, *flags)
 
 
-def heard(recwarn):
-    """How often a warning has named the flag since the last call."""
+def num_warnings(recwarn):
+    """Returns the number of warnings that name the flag since the last call."""
     number = sum(WARNING in str(warning.message) for warning in recwarn)
     recwarn.clear()
     return number
@@ -82,9 +82,9 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
     monkeypatch, capsys, recwarn, folder, tmp_path, flags, texts, choice, number
 ):
     assert train(monkeypatch, folder, tmp_path / 'run', *flags, '--checkpoint_interval=1') == 0
-    told, actor = capsys.readouterr().out, str(tmp_path / 'run' / 'actor')
-    assert seen(folder) == sorted(texts) and heard(recwarn) == number
-    assert f'{"chat" if choice else "generate"} {actor}' in told.splitlines()[-1]
+    out, actor = capsys.readouterr().out, str(tmp_path / 'run' / 'actor')
+    assert seen(folder) == sorted(texts) and num_warnings(recwarn) == number
+    assert f'{"chat" if choice else "generate"} {actor}' in out.splitlines()[-1]
     record = RunRecord.read(tmp_path / 'run')
     assert record.settings['apply_chat_template'] is record.data['apply_chat_template'] is choice
     assert text_choice(AutoTokenizer.from_pretrained(actor)) is choice
@@ -103,7 +103,7 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
         return generate(self, call)
 
     monkeypatch.setattr(LocalEngine, 'generate', noted)
-    sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/said.sqlite']
+    sides = [f'--model={actor}', f'--prompts={folder}/prompts.jsonl', f'--db={tmp_path}/judged.sqlite']
     assert call(monkeypatch, 'compare', *sides, '--max_new_tokens=2') == 0 and set(drawn) == set(texts)
     monkeypatch.setattr(LocalEngine, 'generate', generate)
     other = AS_IS if choice else TURN
@@ -111,14 +111,14 @@ def test_a_run_chooses_and_what_follows_it_does_the_same(
     assert train(monkeypatch, folder, tmp_path / 'next', f'--pretrain={actor}') == 0 and seen(folder) == sorted(texts)
     again = ('--resume=auto', '--num_episodes=2')
     assert train(monkeypatch, folder, tmp_path / 'run', *again) == 0 and seen(folder) == sorted(texts)
-    assert heard(recwarn) == (not flags)  # of the resume, where nobody has chosen
+    assert num_warnings(recwarn) == (not flags)  # of the resume, without a flag
 
 
 @pytest.mark.parametrize(
     ('flags', 'asked'), [([], '<s>be brief<u>hi<a>'), ([TURN], '<s>be brief<u>hi<a>'), ([AS_IS], 'hi')]
 )
 def test_a_chat_follows_too(monkeypatch, capsys, recwarn, folder, tmp_path, flags, asked):
-    """The flag, and where there is none what the model's folder keeps."""
+    """The flag decides, without one the choice saved in the model's folder."""
     import chatgpt.rollout
 
     given = []
@@ -129,7 +129,7 @@ def test_a_chat_follows_too(monkeypatch, capsys, recwarn, folder, tmp_path, flag
     assert call(monkeypatch, 'chat', f'{folder}/chat', '--max_new_tokens=2', *flags) == 0
     assert byte_tokenizer().decode(given[0]) == asked
     assert ('without its chat template' in capsys.readouterr().out) is (flags == [AS_IS])
-    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0 and heard(recwarn) == (not flags)
+    assert train(monkeypatch, folder, tmp_path / 'run', *flags) == 0 and num_warnings(recwarn) == (not flags)
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n'))
     assert call(monkeypatch, 'chat', f'{tmp_path}/run/actor', '--max_new_tokens=2') == 0
     assert byte_tokenizer().decode(given[-1]) == ('<s>be brief<u>hi<a>' if flags == [TURN] else 'hi')
@@ -146,7 +146,7 @@ def test_a_template_that_is_not_there_or_ignores_its_messages(monkeypatch, capsy
     words = {
         'generate': [name, 'hi'],
         'evaluate': [name, prompts, reward],
-        'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/said.sqlite'],
+        'compare': [f'--model={name}', f'--prompts={prompts}', f'--db={tmp_path}/judged.sqlite'],
         'grpo': [prompts, f'--pretrain={name}', reward, f'--save_path={tmp_path}/run', *TINY],
     }[command]
     assert call(monkeypatch, command, *words, TURN) == 2
@@ -158,7 +158,7 @@ STORED = {'do_sample': True, 'temperature': 0.6, 'top_k': 20}
 
 
 @pytest.mark.parametrize(
-    ('stored', 'given', 'want', 'told'),
+    ('stored', 'given', 'want', 'source'),
     [
         ({}, {}, {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}, 'temperature 0.7, top_p 0.95 (defaults'),
         ({}, {'temperature': 1.0}, {'temperature': 1.0, 'top_k': 0, 'top_p': 0.95}, '(flags, defaults'),
@@ -174,12 +174,12 @@ STORED = {'do_sample': True, 'temperature': 0.6, 'top_k': 20}
         ({'do_sample': False}, {'best_of': 4}, {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}, 'temperature 0.7'),
     ],
 )
-def test_flags_win_over_what_is_stored_and_that_over_the_defaults(stored, given, want, told):
+def test_flags_win_over_what_is_stored_and_that_over_the_defaults(stored, given, want, source):
     unset = {'greedy': False, 'temperature': None, 'top_k': None, 'top_p': None, 'best_of': 1}
     args = argparse.Namespace(**unset | given)
     model = argparse.Namespace(model=argparse.Namespace(generation_config=GenerationConfig(**stored)))
-    drawing, line = drawing_of(args, model)
-    assert drawing == want and told in line
+    drawing, line = sampling_settings(args, model)
+    assert drawing == want and source in line
 
 
 def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatch, capsys, folder, tmp_path):
@@ -196,7 +196,7 @@ def test_tables_show_the_last_turn_and_files_and_pages_have_the_whole(monkeypatc
     assert page_row(recorded)['last_turn'] == recorded['last_turn'] in TEXTS
     assert 'last_turn' not in page_row(recorded | {'last_turn': None})
     page = (tmp_path / 'run' / 'report.html').read_text()
-    assert '<details><summary class="text prompt" dir="auto">and now</summary>' in page  # which opens the whole
+    assert '<details><summary class="text prompt" dir="auto">and now</summary>' in page  # opens the conversation
     assert '&lt;s&gt;be brief&lt;u&gt;and now&lt;a&gt;' in page
 
 

@@ -1,4 +1,4 @@
-"""The command's words: what is listed is there, help fits two screens, a wrong word is one line with the nearest."""
+"""The command: every listed subcommand exists, help fits two screens, an error is one line and names the nearest."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LIGHT = """
 import contextlib, io, json, sys
 from chatgpt.launch.cli import command
 from chatgpt.launch.methods import METHODS
-heavy, said = {'torch', 'transformers', 'datasets', 'numpy', 'chatgpt.monitor.report.page'}, {}
+heavy, seen = {'torch', 'transformers', 'datasets', 'numpy', 'chatgpt.monitor.report.page'}, {}
 trained, others = list(METHODS), [
     name for name, entry in command.SUBCOMMANDS.items() if entry.module and not entry.distribution
 ]
@@ -115,13 +115,13 @@ for words in [*calls, *map(str.split, sys.argv[1:])]:
     sys.argv = ['chatgpt-rlhf', *words]
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
         command.main()
-    said[' '.join(words)] = [text.getvalue(), sorted(heavy & set(sys.modules))]
-print(json.dumps(said))
+    seen[' '.join(words)] = [text.getvalue(), sorted(heavy & set(sys.modules))]
+print(json.dumps(seen))
 """
 
 
 def test_neither_help_nor_a_mistake_waits_for_torch(tmp_path):
-    """Of every word, in one interpreter; and mistakes in values, config files and words with `=`."""
+    """Help of every subcommand, in one interpreter, and mistakes in values, config files and words with `=`."""
     (tmp_path / 'bad.yaml').write_text('lrr: 1\n')
     (tmp_path / 'sweep.yaml').write_text('spaces: {}\n')
     mistakes = {
@@ -144,11 +144,11 @@ def test_neither_help_nor_a_mistake_waits_for_torch(tmp_path):
     command, env = [sys.executable, '-c', LIGHT, *mistakes], os.environ | {'PYTHONPATH': str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert next(((words, heavy) for words, (_, heavy) in said.items() if heavy), None) is None
-    assert len(said) > 60 and all('usage' in text for words, (text, _) in said.items() if words.endswith('--help'))
-    assert [words for words, (text, _) in said.items() if 'hepl' in words and 'error: ' not in text] == []
-    assert {words: said[words][0] for words, text in mistakes.items() if text not in said[words][0]} == {}
+    seen = json.loads(done.stdout)
+    assert next(((words, heavy) for words, (_, heavy) in seen.items() if heavy), None) is None
+    assert len(seen) > 60 and all('usage' in text for words, (text, _) in seen.items() if words.endswith('--help'))
+    assert [words for words, (text, _) in seen.items() if 'hepl' in words and 'error: ' not in text] == []
+    assert {words: seen[words][0] for words, text in mistakes.items() if text not in seen[words][0]} == {}
 
 
 def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsys, tmp_path):
@@ -163,8 +163,8 @@ def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsy
     assert (found['save_path'], found['eps_clip']) == ('outputs/grpo', 0.2)
 
 
-def test_the_settings_of_a_method_are_kept_when_it_goes_on(monkeypatch, capsys, tmp_path):
-    """Also those that the user changed."""
+def test_the_settings_of_a_method_are_kept_at_a_resume(monkeypatch, capsys, tmp_path):
+    """Includes those that the user changed."""
     from chatgpt.launch.config_file import parse_run, write_resolved
     from chatgpt.launch.runs import PPORun
 
@@ -187,14 +187,14 @@ ELSEWHERE = {
 
 
 def commands(page: str) -> list[list[str]]:
-    """What follows `chatgpt-rlhf` on the lines that show a command."""
+    """Returns the arguments of the commands on a page."""
     text = (ROOT / page).read_text()
     found = re.findall(r'^    chatgpt-rlhf ((?:.*\\\n)*.*)$', text, re.MULTILINE)
     return [shlex.split(line.replace('\\\n', ' '), comments=True) for line in found]
 
 
 def write_files(folder: Path) -> None:
-    """Those that docs/first_hour.md takes for granted."""
+    """Writes the files that docs/first_hour.md assumes."""
     (code,) = re.findall(r'```python\n(import re\n.*?)```', (ROOT / 'docs' / 'first_hour.md').read_text(), re.DOTALL)
     (folder / 'rewards.py').write_text(code)
     (folder / 'questions').mkdir()
@@ -206,7 +206,7 @@ def write_files(folder: Path) -> None:
 
 
 def fewer(words: list[str], model: Path) -> list[str]:
-    """The same with a folder for a hub's name, and at most one phase or step."""
+    """Returns a command with a folder in place of a hub name, and at most one phase or step."""
     words = [str(model) if word in ('gpt2', 'MODEL', 'smollm2') else word for word in words]
     words = [
         '1' if before == '--num_layers_unfrozen' else word for before, word in zip(['', *words], words, strict=False)
@@ -254,7 +254,7 @@ def test_a_run_learns_from_the_rewards_of_its_rows(monkeypatch, capsys, tmp_path
     assert capsys.readouterr().out.endswith(f'python -m chatgpt generate {tmp_path}/run/actor "your prompt"\n')
     first = ILQLModel.from_pretrained(tmp_path / 'run' / 'actor')
     assert call(monkeypatch, 'generate', str(tmp_path / 'run' / 'actor'), 'one day a fox', '--max_new_tokens=2') == 0
-    write(tmp_path, [row | {'reward': -row['reward']} for row in rows])  # what is learned is the reward
+    write(tmp_path, [row | {'reward': -row['reward']} for row in rows])  # negated rewards are learned too
     words[-1] = f'--save_path={tmp_path}/second'
     assert call(monkeypatch, *words, '--max_epochs=1', '--log_interval=1', '--train_batch_size=4') == 0
     second = ILQLModel.from_pretrained(tmp_path / 'second' / 'actor')

@@ -1,4 +1,4 @@
-"""The word `compare`: answers are made once and kept, what differs is named, and what is exported can be trained on."""
+"""`compare`: responses are generated once and kept, differing settings are named, the export can be trained on."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compare(monkeypatch, folder, tmp_path):
-    """The command on tmp_path/said.sqlite with nobody at the page, in the folder of the models."""
+    """Runs the command on tmp_path/judged.sqlite in the folder of the models, without anyone using the page."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr('chatgpt.launch.cli.compare.serve', lambda app, host, port: None)
-    return lambda *words: call(monkeypatch, 'compare', f'--db={tmp_path}/said.sqlite', *words)
+    return lambda *words: call(monkeypatch, 'compare', f'--db={tmp_path}/judged.sqlite', *words)
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -41,13 +41,13 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def answers(tmp_path: Path) -> list[tuple[str, str]]:
-    with Store(tmp_path / 'said.sqlite', create=False) as store:
+    with Store(tmp_path / 'judged.sqlite', create=False) as store:
         return list(zip(store.answers('a'), store.answers('b'), strict=True))
 
 
 def judge(tmp_path: Path, best, people: int = 1) -> None:
-    """Everybody prefers the answer of which `best` gives more."""
-    with Store(tmp_path / 'said.sqlite', create=False) as store:
+    """Every person prefers the response with the higher `best`."""
+    with Store(tmp_path / 'judged.sqlite', create=False) as store:
         for number in range(people):
             person = store.join(f'person {number}')
             while (pair := store.next_pair(person)) is not None:
@@ -68,25 +68,25 @@ def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, folder
         theirs.append([json.loads(line)['response'] for line in out.read_text().splitlines()])
     made = answers(tmp_path)
     assert made == list(zip(*theirs, strict=True)) and all(a != b for a, b in made)
-    with Store(tmp_path / 'said.sqlite') as store:
+    with Store(tmp_path / 'judged.sqlite') as store:
         assert store.settings['names'] == ['first', 'second']
         assert store.records()[0] == {'prompt': 'one day a fox'}
     write(folder / 'fewer.jsonl', [{'prompt': 'one day a fox'}])
     write(folder / 'made.jsonl', [{'prompt': 'one day a fox', 'response1': 'a', 'response2': 'b'}])
-    for words, complaint in (  # another question in the same file
+    for words, complaint in (  # other settings for the same file
         (['--model=second', *TWO[1:]], "was made with models ['first', 'second'], and now it is ['second', 'second']"),
         ([*TWO[:2], '--prompts=fewer.jsonl', TWO[3]], 'was made with prompts 5 with sha256 '),
         ([*TWO, '--temperature=0.5'], 'was made with temperature 0.7, and now it is 0.5: give another --db'),
         (['--answers=made.jsonl'], 'was made with answers None, and now it is 1 with sha256 '),
     ):
         assert compare(*words, '--seed=3') == 2 and complaint in capsys.readouterr().err
-    (tmp_path / 'said.sqlite').unlink()
+    (tmp_path / 'judged.sqlite').unlink()
     assert compare(*TWO[:1], *TWO[2:]) == 0  # two samples of one model
     assert sum(a != b for a, b in answers(tmp_path)) >= 4
 
 
 def test_answers_are_made_once(compare, monkeypatch, tmp_path):
-    """A start that was cut short between the two models goes on with the second; a third one makes nothing."""
+    """A start after an interruption between the models generates only the second; a third generates nothing."""
     from chatgpt.launch.cli import compare as word
 
     made, generate = [], word._generate
@@ -105,14 +105,14 @@ def test_answers_are_made_once(compare, monkeypatch, tmp_path):
     first = answers(tmp_path)
     assert compare(*TWO) == compare() == compare('--annotators_per_pair=3') == 0
     assert made == [0, 'cut', 1] and answers(tmp_path) == first
-    with Store(tmp_path / 'said.sqlite') as store:
+    with Store(tmp_path / 'judged.sqlite') as store:
         assert store.annotators_per_pair == 3
 
 
 @pytest.mark.parametrize(
     ('words', 'complaint'),
     [
-        ([], 'said.sqlite yet: give --model and --prompts, or --answers'),
+        ([], 'judged.sqlite yet: give --model and --prompts, or --answers'),
         (['--model=first'], '--model and --prompts belong together'),
         (['--model=first', '--prompts=prompts.jsonl', '--greedy'], '--greedy gives one and the same answer twice'),
         ([*TWO, '--annotators_per_pair=0'], '--annotators_per_pair 0 must be at least 1'),
@@ -138,7 +138,7 @@ def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
     right = write(tmp_path / 'right.jsonl', [p | {'response': f'r{i}'} for i, p in enumerate(prompts)])
     assert compare(f'--answers={left}', f'--answers={right}') == 0
     assert answers(tmp_path) == [('l0', 'r0'), ('l1', 'r1'), ('l2', 'r2')]
-    with Store(tmp_path / 'said.sqlite') as store:
+    with Store(tmp_path / 'judged.sqlite') as store:
         assert store.records() == [{'prompt': 'say hi'}, {'prompt': [{'role': 'user', 'content': 'count'}]}, prompts[2]]
         assert [row[0] for row in store._db.execute('SELECT shown FROM pairs')] == ['say hi', 'count', 'add\n\n1 2']
     assert compare(f'--answers={right}', f'--answers={left}') == 2
@@ -162,7 +162,7 @@ def test_the_reward_models_margins_are_those_of_its_training(compare, folder, tm
     assert compare(*TWO, '--reward_model=rm') == 0
     model = AutoModelForSequenceClassification.from_pretrained(folder / 'rm').eval()
     tokenizer = demo_world.demo_tokenizer()
-    with Store(tmp_path / 'said.sqlite') as store:
+    with Store(tmp_path / 'judged.sqlite') as store:
         margins = [row[0] for row in store._db.execute('SELECT margin FROM pairs ORDER BY id')]
         compared = 0
         for record, a, b, margin in zip(store.records(), store.answers('a'), store.answers('b'), margins, strict=True):
@@ -198,9 +198,9 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     assert len(found) == 5
     for pair in found:
         prompt = tokenizer.decode(pair.prompt_ids, skip_special_tokens=True)
-        said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
-        assert set(said) == {text.strip() for text in by_prompt[prompt]}
-        assert (len(said[0]), said[0]) > (len(said[1]), said[1])
+        responses = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
+        assert set(responses) == {text.strip() for text in by_prompt[prompt]}
+        assert (len(responses[0]), responses[0]) > (len(responses[1]), responses[1])
     for method, save in (('reward-model', 'reward_model'), ('dpo', 'actor')):
         words = [str(out), '--pretrain=first', '--max_steps=1', f'--save_path={tmp_path}/{method}']
         assert call(monkeypatch, method, *words) == 0
@@ -208,7 +208,7 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
 
 
 def test_conversations_are_exported_as_conversations(compare, tmp_path):
-    """So that training formats them with the template that the answers were made with."""
+    """So training formats them with the template with which the responses were generated."""
     rows = [{'prompt': 'one day a fox'}, {'messages': [{'role': 'user', 'content': 'one day a cat'}]}]
     prompts = write(tmp_path / 'chats.jsonl', rows)
     tokenizer = demo_world.demo_tokenizer()

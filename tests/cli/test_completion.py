@@ -1,4 +1,4 @@
-"""The script that makes bash complete the command, asked as bash asks."""
+"""The completion script for bash, called as bash calls it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('words', CASES)
 def test_bash_completes(scripts, tmp_path, words):
-    """COMP_WORDS and COMP_CWORD are what bash sets; `complete -p` says which function it calls."""
+    """COMP_WORDS and COMP_CWORD are set by bash; `complete -p` names the function to call."""
     (tmp_path / 'stories.jsonl').touch()
     code = """
         source "$1"; shift

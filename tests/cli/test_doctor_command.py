@@ -1,4 +1,4 @@
-"""`doctor RUN` and `rollouts RUN`: what they print and their exit codes."""
+"""`doctor RUN` and `rollouts RUN`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def folder(path: Path, **numbers: float) -> Path:
-    """Of a reward model's run of ten phases."""
+    """Writes the folder of a reward model's run of ten phases."""
     path.mkdir(parents=True)
     row = {'rm/loss': 0.69, 'rm/accuracy': 0.5, 'rm/lr': 1e-5} | numbers
     lines = [
@@ -68,8 +68,8 @@ def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
     failed |= {'error': 'RewardFunctionError: no\nmore of it'}
     (tmp_path / 'run.json').write_text(json.dumps(failed))
     assert call(monkeypatch, 'doctor', str(tmp_path)) == 0
-    told = capsys.readouterr().out
-    assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
+    out = capsys.readouterr().out
+    assert out == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
 
 
 def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):

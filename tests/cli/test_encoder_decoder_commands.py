@@ -1,5 +1,5 @@
-"""The command on folders of a tiny T5 and a tiny BART: training, going on, using what was written, and refusals;
-those of docs/encoder_decoders.md among them."""
+"""The command on a tiny T5 and a tiny BART: training, resuming, using the trained models, and refusals, with those of
+docs/encoder_decoders.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys):
     assert call(monkeypatch, *ppo, '--num_episodes=1') == 0
     first = lines('ppo')
     assert first[0]['ppo/first_ratio_error'] < 1e-5 and abs(first[0]['rollout/kl_mean']) < 1e-5
-    # an earlier run's model is not replaced; one that goes on does
+    # the model of an earlier run is not replaced, except by a resume
     assert call(monkeypatch, *ppo, '--num_episodes=2') == 2
     assert call(monkeypatch, *ppo, '--num_episodes=2', '--resume=auto') == 0
     assert lines('ppo')[:1] == first and len(lines('ppo')) == 2
@@ -69,8 +69,8 @@ def test_sft_reward_model_ppo_and_what_uses_them(place, monkeypatch, capsys):
     capsys.readouterr()
 
     assert call(monkeypatch, 'generate', 'ppo/actor', 'tl;dr cat ran', '--greedy', '--max_new_tokens=4') == 0
-    said = capsys.readouterr().out
-    assert said.strip() == f'> tl;dr cat ran\n{tokenizer.decode(theirs, skip_special_tokens=True)}'.strip()
+    out = capsys.readouterr().out
+    assert out.strip() == f'> tl;dr cat ran\n{tokenizer.decode(theirs, skip_special_tokens=True)}'.strip()
     words = ('evaluate', 'ppo/actor', 'prompts.jsonl', '--reward_fn=rewards.py:score', '--max_new_tokens=4')
     assert call(monkeypatch, *words) == 0
     assert 0 <= json.loads(capsys.readouterr().out.splitlines()[-1])['score_mean'] <= 4
@@ -132,6 +132,6 @@ def test_what_cannot_be_is_one_line_before_any_weight_is_loaded(place, monkeypat
     if words[:2] == PPO[:2] and any(word.startswith('--prompt_path') for word in words):
         words = (words[0], *words[2:])
     assert call(monkeypatch, *words) != 0
-    told = capsys.readouterr().err.strip().splitlines()
-    assert reason in told[-1] and not any('Traceback' in line for line in told)
+    err = capsys.readouterr().err.strip().splitlines()
+    assert reason in err[-1] and not any('Traceback' in line for line in err)
     assert not Path('no').exists()

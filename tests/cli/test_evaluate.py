@@ -1,5 +1,4 @@
-"""evaluate with an environment, and with reward functions as people write them: numbers by hand, what is written,
-mistakes."""
+"""evaluate with an environment and with reward functions of several signatures: numbers by hand, output, mistakes."""
 
 from __future__ import annotations
 
@@ -69,9 +68,9 @@ def test_episodes_of_an_environment_are_counted(monkeypatch, capsys, folder, tmp
     own = f'--environment={folder}/own.py:Three'
     more = ['--max_turn_tokens=2', '--max_new_tokens=20', f'--output={out}', '--episodes=5']
     assert call(monkeypatch, 'evaluate', str(folder / 'actor'), own, *more) == 0
-    told = numbers_of(capsys.readouterr().out)
-    assert (told['score_mean'], told['score_std'], told['num_turns_mean'], told['failed_share']) == (1.5, 0.0, 3.0, 0.0)
-    assert told['success_share'] == 0.0 and told['ended'] == 1.0
+    got = numbers_of(capsys.readouterr().out)
+    assert (got['score_mean'], got['score_std'], got['num_turns_mean'], got['failed_share']) == (1.5, 0.0, 3.0, 0.0)
+    assert got['success_share'] == 0.0 and got['ended'] == 1.0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 5
     for row in rows:
@@ -87,20 +86,20 @@ def test_with_prompts_and_a_reward_of_another(monkeypatch, capsys, folder, tmp_p
     assert numbers_of(capsys.readouterr().out)['success_share'] == 0.75
     (folder / 'score.py').write_text('def twos(prompts, responses, word=()):\n    return [2.0 for _ in word]\n')
     assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:twos') == 0
-    told = capsys.readouterr()
-    assert numbers_of(told.out)['score_mean'] == 2.0
-    assert f"scored by {folder}/score.py:twos in place of the environment's rewards" in told.err
+    got = capsys.readouterr()
+    assert numbers_of(got.out)['score_mean'] == 2.0
+    assert f"scored by {folder}/score.py:twos in place of the environment's rewards" in got.err
 
 
-def test_failures_and_the_limit_of_turns_are_told(monkeypatch, capsys, folder):
+def test_failures_and_the_limit_of_turns_are_reported(monkeypatch, capsys, folder):
     words = [str(folder / 'actor'), f'--environment={folder}/own.py:Three', '--episodes=4', '--max_turn_tokens=1']
     assert call(monkeypatch, 'evaluate', *words, '--environment_options={bad: true}') == 0
-    told = numbers_of(capsys.readouterr().out)
-    assert (told['failed_share'], told['score_mean'], told['num_turns_mean']) == (1.0, 0.5, 2.0)
+    got = numbers_of(capsys.readouterr().out)
+    assert (got['failed_share'], got['score_mean'], got['num_turns_mean']) == (1.0, 0.5, 2.0)
     assert call(monkeypatch, 'evaluate', *words, '--max_turns=2') == 0
     captured = capsys.readouterr().out
-    told = numbers_of(captured)
-    assert (told['ended'], told['score_mean'], told['num_turns_mean']) == (0.0, 1.0, 2.0) and ' turns ' in captured
+    got = numbers_of(captured)
+    assert (got['ended'], got['score_mean'], got['num_turns_mean']) == (0.0, 1.0, 2.0) and ' turns ' in captured
 
 
 @pytest.mark.parametrize(('name', 'mean'), [('right', 1.5), ('theirs', 2.5)])

@@ -1,5 +1,5 @@
-"""generate, chat and evaluate as commands: words for flags, --weights, numbers by hand. What they generate is tested in
-tests/examples/test_inference.py."""
+"""The commands generate, chat and evaluate: words for flags, --weights, numbers by hand. See
+tests/examples/test_inference.py for the generated text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('flag', ['--weights', '--model_path='])
 def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, capsys, folder, tmp_path, flag):
-    """In training --model_path is where the trained model is written, so here it has another name, and says so."""
+    """--model_path is the output folder in training, so here the flag has another name, which a warning gives."""
     torch.manual_seed(1)
     other = GPTActor(config=demo_world.demo_config())
     weights = {name: tensor.contiguous().clone() for name, tensor in other.state_dict().items()}
@@ -81,7 +81,7 @@ def test_evaluate_with_a_reward_model_gives_that_models_scores(monkeypatch, caps
     compared = 0
     for row in map(json.loads, out.read_text().splitlines()):
         ids = torch.tensor([tokenizer(f'{row["prompt"]} {row["response"]}')['input_ids']])
-        if ids.shape[1] == 9:  # no end token, which the text does not show
+        if ids.shape[1] == 9:  # the text does not contain the end token
             compared += 1
             assert row['score'] == pytest.approx(float(theirs(ids).logits.detach()), rel=1e-4)
     assert compared

@@ -1,4 +1,4 @@
-"""init: a config that says what every common option is, and runs as it is printed."""
+"""init: the config explains every common option, and the printed command runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LEFT = {'ppo': 'actor', 'reward-model': 'reward_model'}
 
 @pytest.mark.parametrize('name', SHORT)
 def test_what_is_written_runs(monkeypatch, capsys, tmp_path, name):
-    """With fewer steps than the printed command; the embedded model is not taught its language first."""
+    """With fewer steps than the printed command, and without training the embedded model first."""
     from chatgpt.launch import demo_world, recipes
     from chatgpt.nn import GPTActor
 

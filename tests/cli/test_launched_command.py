@@ -16,7 +16,7 @@ from chatgpt.launch.__main__ import script_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_command_is_the_file_of_the_module_with_the_word_before_its_own(tmp_path, monkeypatch):
+def test_a_command_runs_the_file_of_the_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = str(ROOT / 'chatgpt' / '__main__.py')
     assert script_of('sft', ['data.jsonl']) == (module, ['sft', 'data.jsonl'])
@@ -28,7 +28,7 @@ def test_a_command_is_the_file_of_the_module_with_the_word_before_its_own(tmp_pa
 
 @pytest.mark.system
 def test_a_wheel_works_in_an_empty_folder(tmp_path):
-    """Installed apart from what is around: neither the repository nor its folder can be imported."""
+    """Neither the repository nor its folder can be imported."""
     environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     environment |= {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     pip = [sys.executable, '-m', 'pip', '--quiet', '--disable-pip-version-check']

@@ -1,4 +1,4 @@
-"""`verify RUN RUN`: what it compares, prints and its exit code."""
+"""`verify RUN RUN`: comparisons, output and exit code."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chatgpt.strategies.checkpoint import pieces_of, write_checkpoint
 
 
 def folder(path: Path, phases: int = 3, saved: tuple[int, ...] = (1, 2, 3), **changes: Any) -> Path:
-    """A run. `changes`: {'metrics' | 'tokens' | 'values' | 'samples' | 'weights' | 'kl' | 'callbacks': phase}, of what
-    is another from that phase on."""
+    """Writes a run. `changes`: {'metrics' | 'tokens' | 'values' | 'samples' | 'weights' | 'kl' | 'callbacks': phase}:
+    what differs from that phase on."""
 
     def other(what: str, phase: int) -> bool:
         return what in changes and phase >= changes[what]
@@ -62,8 +62,8 @@ def row(phase: int, index: int, ids: list[int], per_token: dict[str, Any]) -> di
 
 def verify(monkeypatch, capsys, one: Path, other: Path) -> tuple[int, str]:
     code = call(monkeypatch, 'verify', str(one), str(other))
-    told = capsys.readouterr()
-    return code, told.out + told.err
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
 def test_the_same(tmp_path, monkeypatch, capsys):
@@ -80,7 +80,7 @@ def test_the_same(tmp_path, monkeypatch, capsys):
 def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
     a, b = folder(tmp_path / 'a', saved=(2, 3)), folder(tmp_path / 'b', phases=2, saved=(2,))
     with open(b / 'metrics.jsonl', 'a') as file:
-        file.write('{"step": 3, "ppo/lo')  # a line that is being written
+        file.write('{"step": 3, "ppo/lo')  # an incomplete line
     code, out = verify(monkeypatch, capsys, a, b)
     assert code == 0 and f'{b}: 2 phases, weights after phase 2 have' in out
     assert out.endswith(
@@ -91,12 +91,12 @@ def test_half_finished_and_saved_at_other_phases(tmp_path, monkeypatch, capsys):
     assert code == 0 and f'{c}: 3 phases, no checkpoint\n' in out and '0 phases of weights' in out
 
 
-def test_where_they_part(tmp_path, monkeypatch, capsys):
+def test_the_first_differences(tmp_path, monkeypatch, capsys):
     a = folder(tmp_path / 'a')
     code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', tokens=2, metrics=2, weights=3))
     assert code == 1
     assert out.endswith(
-        'and they part in\n'
+        'and they differ in\n'
         '  phase 2, rollouts: token_ids[2] of sample 4 is 8 and 9, and 1 other sequence of this phase\n'
         '  phase 2, metrics: ppo/loss is 0.5 and 0.5000000000009095\n'
         '  phase 3, weights: actor/weight[1, 0] is 3.0 and 4.0\n'
@@ -110,7 +110,7 @@ def test_where_they_part(tmp_path, monkeypatch, capsys):
 def test_state_of_the_trainer_counts_and_that_of_callbacks_does_not(tmp_path, monkeypatch, capsys):
     a = folder(tmp_path / 'a')
     code, out = verify(monkeypatch, capsys, a, folder(tmp_path / 'b', kl=2))
-    assert code == 1 and out.endswith('they part in\n  phase 2, state: kl_controller.coef is 0.1 and 1.1\n')
+    assert code == 1 and out.endswith('they differ in\n  phase 2, state: kl_controller.coef is 0.1 and 1.1\n')
     assert verify(monkeypatch, capsys, a, folder(tmp_path / 'c', callbacks=1))[0] == 0
 
 

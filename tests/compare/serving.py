@@ -1,4 +1,4 @@
-"""A store with pairs, and its pages on a free port, for the tests of this folder."""
+"""A store with pairs, and a server of its pages on a free port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatgpt.monitor.compare.store import Store
 
 
 def filled(path: Path, answers: Sequence[tuple[str, str]], *, margins: Any = None, **settings: Any) -> Store:
-    """A store with these pairs of answers to `prompt 1`, `prompt 2`, ..."""
+    """Returns a store with these pairs of responses to `prompt 1`, `prompt 2`, ..."""
     store = Store(path)
     prompts = [f'prompt {number}' for number in range(1, len(answers) + 1)]
     store.begin([{'prompt': prompt} for prompt in prompts], prompts, **{'seed': 0, 'names': ['A', 'B']} | settings)

@@ -1,4 +1,4 @@
-"""Who is let in, what is taken, and what every answer of the server carries."""
+"""Which requests the server accepts, and the headers of its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORIGIN = 'http://127.0.0.1:8765'
 
 @pytest.fixture
 def guarded(tmp_path):
-    """A client that is let in, and one that has nothing; the store."""
+    """Returns a client with the token, one without, and the store."""
     testclient = pytest.importorskip('starlette.testclient', reason='needs the package httpx')
     with filled(tmp_path / 'db', [('a1', 'b1'), ('a2', 'b2')]) as store:
         app = Guard(compare_app(store), TOKEN)
@@ -76,7 +76,7 @@ def test_a_post_says_where_it_comes_from_and_is_json(guarded):
     'host', ['evil.example', 'evil.example:8765', 'localhost.evil.example', '127.0.0.1.evil.example', '', '[', 'a b']
 )
 def test_a_name_that_points_here_is_not_enough(guarded, host):
-    """DNS rebinding: to its browser the page of evil.example, whose name now has our address, is of our origin."""
+    """DNS rebinding: evil.example resolves to our address, so a browser takes its page for one of our origin."""
     friend, _, _ = guarded
     headers = {'Host': host, 'Origin': f'http://{host}'}
     assert friend.post('/api/join', json={'name': 'Eve'}, headers=headers).status_code == 421
@@ -114,22 +114,22 @@ def test_what_is_too_much_or_no_request_is_refused(guarded):
     assert friend.post('/api/join', content=at_most + b' ', headers=json).status_code == 413
     assert friend.post('/api/join', content=iter([b' ' * 40000] * 2), headers=json).status_code == 413  # chunked
     pair = friend.post('/api/next', json={}).json()['pair']['id']
-    said = {'pair': pair, 'choice': 'tie', 'comment': ''}
+    judged = {'pair': pair, 'choice': 'tie', 'comment': ''}
     wrongs = {'comment': ['x' * 4001, None], 'choice': ['best', ['tie']], 'pair': ['1', True, 2**70, -1]}
     for wrong in ({name: value} for name, values in wrongs.items() for value in values):
-        response = friend.post('/api/judge', json=said | wrong)
+        response = friend.post('/api/judge', json=judged | wrong)
         assert response.status_code == 400 and 'cannot be read' in response.json()['error'], wrong
     for body in (b'', b'{', b'[]', b'null', b'"x"', b'\xff', b'[' * 30000, b'{"name": "\\ud800"}'):
         assert friend.post('/api/join', content=body, headers=json).status_code == 400, body[:20]
     assert friend.post('/api/drop', json={}).status_code == 400
     assert friend.post('/api/judge', json={'pair': 3 - pair, 'choice': 'tie', 'comment': ''}).status_code == 409
     assert store.judgements() == []
-    assert friend.post('/api/judge', json=said | {'comment': 'x' * 4000}).status_code == 200
+    assert friend.post('/api/judge', json=judged | {'comment': 'x' * 4000}).status_code == 200
     assert len(store.judgements()) == 1
 
 
 @pytest.mark.parametrize('person', ['0', '2', '-1', 'x', '9' * 30, '١', '1e0'])
-def test_a_person_that_is_not_there_is_asked_who_it_is(guarded, person):
+def test_an_unknown_person_must_join(guarded, person):
     friend, _, store = guarded
     assert store.join('Anna') == 1
     cookie = f'chatgpt_person_{store.settings["id"]}={person}; {Guard(None, TOKEN).cookie}={TOKEN}'
@@ -138,7 +138,7 @@ def test_a_person_that_is_not_there_is_asked_who_it_is(guarded, person):
     assert friend.post('/api/undo', json={}, headers={'Cookie': cookie.encode()}).status_code == 401
 
 
-def test_the_state_does_not_tell_which_model_is_which(guarded):
+def test_the_state_does_not_name_the_models(guarded):
     friend, _, store = guarded
     store.update_settings(names=['secret one', 'secret two'])
     friend.post('/api/join', json={'name': 'Anna'})
@@ -147,18 +147,18 @@ def test_the_state_does_not_tell_which_model_is_which(guarded):
     assert 'secret' not in friend.get('/').text and 'margin' not in state.text
 
 
-def test_a_full_disk_is_told_and_the_next_try_succeeds(guarded):
+def test_a_full_disk_is_reported_and_the_next_try_succeeds(guarded):
     friend, _, store = guarded
     friend.post('/api/join', json={'name': 'Anna'})
     pair = friend.post('/api/next', json={}).json()['pair']['id']
-    said = {'pair': pair, 'choice': 'tie', 'comment': '€' * 4000}
+    body = {'pair': pair, 'choice': 'tie', 'comment': '€' * 4000}
     store._db.execute(f'PRAGMA max_page_count = {store._value("PRAGMA page_count")}')
     for _ in range(2):
-        answer = friend.post('/api/judge', json=said)
+        answer = friend.post('/api/judge', json=body)
         assert answer.status_code == 503 and 'cannot be saved: database or disk is full' in answer.json()['error']
         assert store.judgements() == []
     store._db.execute('PRAGMA max_page_count = 100000')
-    assert friend.post('/api/judge', json=said).status_code == 200 and len(store.judgements()) == 1
+    assert friend.post('/api/judge', json=body).status_code == 200 and len(store.judgements()) == 1
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path):

@@ -1,4 +1,4 @@
-"""The command in a process of its own: killed in the middle it has lost nothing that it said it had; Ctrl-C ends it."""
+"""The command in its own process: after a kill every confirmed judgement is on disk; Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 def started(db: Path) -> tuple[subprocess.Popen, str, str]:
-    """The command on a database, with its origin and token, once it serves."""
+    """Starts the command on a database; returns process, origin and token once it serves."""
     words = [sys.executable, '-m', 'chatgpt', 'compare', '--db', str(db), '--port', '0']
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -33,7 +33,7 @@ def started(db: Path) -> tuple[subprocess.Popen, str, str]:
 
 
 class Client:
-    """A person at a browser, as the server sees one."""
+    """A client that sends the requests of a person's browser."""
 
     def __init__(self, address: str, token: str, name: str) -> None:
         self.address, self.cookies = address, {}
@@ -60,8 +60,8 @@ class Client:
         return pair
 
 
-def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
-    db = tmp_path / 'said.sqlite'
+def test_a_kill_loses_nothing_and_the_command_resumes(tmp_path):
+    db = tmp_path / 'judged.sqlite'
     filled(db, [(f'a{i}', f'b{i}') for i in range(2000)], annotators_per_pair=2).close()
     kept: dict[str, dict[int, str]] = {'Anna': {}, 'Ben': {}}
     for wait in (0.3, 0.7):
@@ -74,7 +74,7 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
                 for turn in range(10**6):
                     choice = ('left', 'right', 'tie', 'both_bad')[turn % 4]
                     pair = client.judge(choice)
-                    kept[name][pair] = choice  # the server has said that it has it
+                    kept[name][pair] = choice  # the server has confirmed it
             except (OSError, http.client.HTTPException):
                 return
 
@@ -94,16 +94,16 @@ def test_killed_in_the_middle_nothing_is_lost_and_it_goes_on(tmp_path):
             found = {(j.person, j.pair): j for j in store.judgements()}
             for name, choices in kept.items():
                 for pair, choice in choices.items():
-                    said = found[name, pair]
-                    assert said.comment == f'{choice} of {pair}'
-                    side = {'left': 'ba'[said.a_is_left], 'right': 'ab'[said.a_is_left]}
-                    assert said.verdict == side.get(choice, choice)
+                    judgement = found[name, pair]
+                    assert judgement.comment == f'{choice} of {pair}'
+                    side = {'left': 'ba'[judgement.a_is_left], 'right': 'ab'[judgement.a_is_left]}
+                    assert judgement.verdict == side.get(choice, choice)
             # What was on its way when the server died may be there too, one of each person and start at most.
             assert len(found) <= sum(map(len, kept.values())) + 4
 
 
 def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
-    db = tmp_path / 'said.sqlite'
+    db = tmp_path / 'judged.sqlite'
     filled(db, [('a', 'b'), ('c', 'd')]).close()
     process, address, token = started(db)
     client = Client(address, token, 'Anna')
@@ -113,4 +113,4 @@ def test_ctrl_c_ends_it_with_what_came_out(tmp_path):
     assert process.returncode == 0, shown
     assert 'Traceback' not in shown and '1 of 2 judgements, of 1 pair by Anna (1)' in shown
     assert f'kept in {db}; export it with --export FILE.jsonl' in shown
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['said.sqlite']  # the log is in the file
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['judged.sqlite']  # the log is in the file

@@ -1,4 +1,4 @@
-"""The page in a real browser: two people at once, hostile and foreign text, keys only, taking back."""
+"""The page in a real browser: two people at once, hostile and foreign text, keyboard only, undo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = [(MARKUP, HEBREW), (ARABIC, EMOJI), ('plain  two spaces\n\tand a tab',
 
 
 def joined(browser, serving, name: str, **options):
-    """A page of a new context in which somebody has said who they are; and what went wrong in it, as it comes."""
+    """Returns a page of a new context after joining under a name, and a list that collects its errors."""
     page = browser.new_context(**options).new_page()
     faults: list[str] = []
     page.on('console', lambda message: faults.append(message.text) if message.type == 'error' else None)
@@ -36,13 +36,13 @@ def progress(page) -> str:
 
 
 def press(page, key: str, then: str) -> None:
-    """Press a key and wait for what the page says."""
+    """Presses a key and waits for the page's status."""
     page.keyboard.press(key)
     page.get_by_role('status').filter(has_text=then).wait_for()
 
 
 def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS, annotators_per_pair=2)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS, annotators_per_pair=2)
     with served(store) as serving:
         (anna, faults_a), (ben, faults_b) = joined(browser, serving, 'Anna'), joined(browser, serving, 'Ben ✌ <b>')
         seen: dict[str, list[str]] = {'Anna': [], 'Ben': []}
@@ -50,8 +50,8 @@ def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
             for name, page in (('Anna', anna), ('Ben', ben)):
                 prompt = page.locator('#prompt').inner_text()
                 seen[name].append(prompt)
-                said = {'1': '1 is better', '2': '2 is better', 't': 'a tie', 'b': 'both bad'}[key]
-                press(page, key, f'Saved: {said}.')
+                choice = {'1': '1 is better', '2': '2 is better', 't': 'a tie', 'b': 'both bad'}[key]
+                press(page, key, f'Saved: {choice}.')
         for name, page in (('Anna', anna), ('Ben', ben)):
             assert sorted(seen[name]) == [f'prompt {number}' for number in range(1, 5)]
             page.get_by_text('All done. Thank you!').wait_for()
@@ -66,7 +66,7 @@ def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
 
 
 def test_any_text_is_shown_as_it_is_and_runs_nothing(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS)
     with served(store) as serving:
         page, faults = joined(browser, serving, 'Anna')
         shown: dict[str, set[str]] = {}
@@ -81,7 +81,7 @@ def test_any_text_is_shown_as_it_is_and_runs_nothing(browser, tmp_path):
 
 
 def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
-    store = filled(tmp_path / 'said.sqlite', [('a one', 'b one'), ('a two', 'b two')])
+    store = filled(tmp_path / 'judged.sqlite', [('a one', 'b one'), ('a two', 'b two')])
     with served(store) as serving:
         page, faults = joined(browser, serving, 'Anna')
         first = page.locator('#prompt').inner_text()
@@ -91,9 +91,9 @@ def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
         assert store.judgements() == []
         page.keyboard.press('Escape')
         press(page, 'ArrowLeft', 'Saved: 1 is better.')
-        (said,) = store.judgements()
-        assert said.comment == 'stub: 1 tbs ends well 🙂'
-        assert left.startswith(said.verdict)  # 'a' was on the left where it was chosen, and 'b' likewise
+        (judgement,) = store.judgements()
+        assert judgement.comment == 'stub: 1 tbs ends well 🙂'
+        assert left.startswith(judgement.verdict)  # 'a' was on the left where it was chosen, and 'b' likewise
         assert page.locator('#comment').input_value() == '' and page.locator('#prompt').inner_text() != first
         press(page, 'u', 'Taken back.')
         assert store.judgements() == []
@@ -109,11 +109,11 @@ def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
 
 
 def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch, tmp_path):
-    """To a browser it is of the same site, so the cookies go with its requests; what stops them is their Origin."""
+    """A browser counts it as the same site and sends the cookies; the check of Origin refuses the requests."""
     foreign = ThreadingHTTPServer(('127.0.0.1', 0), SimpleHTTPRequestHandler)
     thread = threading.Thread(target=foreign.serve_forever, daemon=True)
     thread.start()
-    store = filled(tmp_path / 'said.sqlite', [('a', 'b')])
+    store = filled(tmp_path / 'judged.sqlite', [('a', 'b')])
     refused, judge = [], Guard._fault
 
     def noted(self, request):
@@ -142,7 +142,7 @@ def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch
 
 @pytest.mark.parametrize(('scheme', 'width'), [('dark', 1280), ('light', 390)])
 def test_it_fits_a_phone_and_both_schemes(browser, tmp_path, scheme, width):
-    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    store = filled(tmp_path / 'judged.sqlite', ANSWERS)
     with served(store) as serving:
         options = {'viewport': {'width': width, 'height': 844}, 'color_scheme': scheme}
         page, faults = joined(browser, serving, 'Anna', **options)

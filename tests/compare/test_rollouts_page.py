@@ -1,4 +1,4 @@
-"""The recorded sequences of whole runs: what the server answers, and the reader over it in a browser."""
+"""The page of recorded sequences: responses of the server, and the reader in a browser."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def client(runs):
     return client
 
 
-def test_what_is_asked_for_is_found(client):
+def test_requests_return_matching_rows(client):
     every = [10, 11, 12, 13, 30, 31, 32, 33]
     found = {'': every, 'phase=3': every[4:], 'phase=2': [], 'prompt=FOX': [10, 11, 30, 31], 'text=says%202': [12, 32]}
     found |= {'min=1': [12, 13, 32, 33], 'min=0&max=1': [11, 12, 31, 32], 'phase=1&prompt=cat&max=1': [12]}
@@ -63,7 +63,7 @@ def test_what_is_asked_for_is_found(client):
         assert [r['index'] for r in client.get(f'/api/rollouts?run=0&{asked}').json()] == indices
 
 
-def test_runs_are_told_apart_and_numbers_are_json(client):
+def test_runs_are_distinguished_and_numbers_are_json(client):
     assert client.get('/api/runs').json() == [{'name': 'first', 'phases': [1, 3]}, {'name': 'second', 'phases': [7]}]
     (alone,) = client.get('/api/rollouts?run=1').json()
     assert alone['response'] == 'שלום one' and alone['score'] is None
@@ -73,9 +73,9 @@ def test_runs_are_told_apart_and_numbers_are_json(client):
         assert answer.status_code == 400 and 'cannot be read' in answer.json()['error']
 
 
-def test_it_has_a_port_of_its_own():
+def test_it_has_another_default_port():
     assert rollouts.parser().parse_args(['run']).port == 8766
-    assert compare.parser().parse_args(['--db', 'said.sqlite']).port == 8765
+    assert compare.parser().parse_args(['--db', 'judged.sqlite']).port == 8765
 
 
 def test_the_reader_filters_and_changes_the_run(browser, runs):

@@ -1,5 +1,4 @@
-"""Who is asked about which pair, in which order, and what stays; agreement and intervals, against examples that others
-have worked out by hand."""
+"""Assignment and order of pairs, and durability; agreement and intervals against published examples."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def many(count: int) -> list[tuple[str, str]]:
 
 
 def drain(store: Store, person: int, choice: str = 'tie') -> list[int]:
-    """Judge everything that a person is asked; the pairs in their order."""
+    """Judges every pair that a person gets; returns the pairs in their order."""
     order = []
     while (pair := store.next_pair(person)) is not None:
         store.judge(person, pair.id, choice)
@@ -32,7 +31,7 @@ def drain(store: Store, person: int, choice: str = 'tie') -> list[int]:
     return order
 
 
-def test_each_pair_goes_to_as_many_people_as_asked_for(tmp_path):
+def test_each_pair_goes_to_the_set_number_of_people(tmp_path):
     with filled(tmp_path / 'db', many(10), annotators_per_pair=2) as store:
         people = [store.join(name) for name in ('Anna', 'Ben', 'Cem')]
         turns = 0
@@ -69,7 +68,7 @@ def test_a_place_is_kept_for_a_while_and_then_given_away(tmp_path):
         assert [j.person for j in store.judgements()] == ['Ben']
 
 
-def test_a_skipped_pair_is_somebody_elses(tmp_path):
+def test_a_skipped_pair_goes_to_another_person(tmp_path):
     with filled(tmp_path / 'db', many(1)) as store:
         anna, ben = store.join('Anna'), store.join('Ben')
         store.next_pair(anna)
@@ -99,8 +98,8 @@ def test_order_and_sides_are_drawn_for_each_person_and_stay(tmp_path):
         kept = {(j.person, j.pair): j for j in store.judgements()}
         for name, (order, sides) in seen.items():
             for pair, a_is_left in zip(order, sides, strict=True):
-                said = kept[name, pair]
-                assert said.a_is_left == a_is_left and said.verdict == ('a' if a_is_left else 'b')
+                judgement = kept[name, pair]
+                assert judgement.a_is_left == a_is_left and judgement.verdict == ('a' if a_is_left else 'b')
 
 
 def test_the_smallest_margin_comes_first_and_before_it_what_others_began(tmp_path):
@@ -115,7 +114,7 @@ def test_the_smallest_margin_comes_first_and_before_it_what_others_began(tmp_pat
         assert drain(store, store.join('Anna')) == [2, 3, 1, 5, 4]
 
 
-def test_answers_are_set_once_and_equal_ones_are_not_asked_about(tmp_path):
+def test_responses_are_set_once_and_equal_ones_are_excluded(tmp_path):
     with filled(tmp_path / 'db', many(2)) as store:
         with pytest.raises(ValueError, match='has the answers b already'):
             store.set_answers('b', ['x', 'y'])
@@ -156,8 +155,8 @@ def test_the_same_judgement_again_is_no_second_one_and_another_is_refused(tmp_pa
             store.judge(anna, pair.id, 'right')
         with pytest.raises(NotAsked, match='not yours'):
             store.judge(anna, 3 - pair.id, 'left')
-        (said,) = store.judgements()
-        assert said.comment == 'thought again'
+        (judgement,) = store.judgements()
+        assert judgement.comment == 'thought again'
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_preferences_are_majorities(tmp_path):
 
 
 def units(*people: str) -> list[list[str]]:
-    """What was said of each unit, from a line per person; a dot was not judged."""
+    """Returns the values of each unit, from a line per person; a dot is a missing value."""
     return [[value for value in column if value != '.'] for column in zip(*people, strict=True)]
 
 
@@ -269,7 +268,7 @@ def test_wilsons_interval_as_tabulated(wins, n, low, high):
 
 
 def judge_all(store, name: str, verdicts: str) -> None:
-    """A person's verdicts of pairs 1, 2, ...: a, b, tie (=), both bad (0), skip (-)."""
+    """Judges pairs 1, 2, ... as a person: a, b, tie (=), both bad (0), skip (-)."""
     person = store.join(name)
     for _ in verdicts:
         pair = store.next_pair(person)
@@ -281,7 +280,7 @@ def judge_all(store, name: str, verdicts: str) -> None:
 
 def test_a_summary_by_hand(tmp_path):
     with filled(
-        tmp_path / 'said.sqlite', [*((f'a{i}', f'b{i}') for i in range(6)), ('=', '=')], annotators_per_pair=2
+        tmp_path / 'judged.sqlite', [*((f'a{i}', f'b{i}') for i in range(6)), ('=', '=')], annotators_per_pair=2
     ) as store:
         judge_all(store, 'Anna', 'bba=0-')
         judge_all(store, 'Ben', 'bab=bb')

@@ -1,4 +1,4 @@
-"""The doctor of a run that goes on: what it says, writes and remembers, and that a folder tells the same afterwards."""
+"""The doctor during a run: what it prints, writes and remembers, and the same findings from the folder afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chatgpt.trainer import callbacks as cb
 from chatgpt.types import Sequence
 
 
-def said(capsys) -> list[str]:
+def doctor_lines(capsys) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith('doctor, ')]
 
 
@@ -33,7 +33,8 @@ def keys(run: RunFolder) -> list[tuple[str, int]]:
 def sft(
     folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(), resume: Path | None = None, stop_at=None
 ):
-    """Of eight random texts, one optimizer step a phase; with such a learning rate nothing moves from phase 8 on."""
+    """Trains on eight random texts, one optimizer step per phase; with this learning rate `nothing-moves` is found at
+    phase 8."""
     ids = torch.randint(3, 16, (8, 6), generator=torch.Generator().manual_seed(1))
     data = [Sequence(prompt_ids=i[:1], response_ids=i[1:], response_mask=torch.ones(5, dtype=torch.bool)) for i in ids]
     strategy = NaiveStrategy(seed=0, device='cpu')
@@ -57,9 +58,9 @@ class StopAt(cb.Callback):
             trainer.request_stop()
 
 
-def test_a_finding_is_one_line_stands_in_the_folder_and_the_folder_tells_the_same_afterwards(tmp_path, capsys):
+def test_a_finding_is_printed_written_and_found_again_in_the_folder(tmp_path, capsys):
     sft(tmp_path)
-    (line,) = said(capsys)
+    (line,) = doctor_lines(capsys)
     assert line.startswith('doctor, phase 8: warning: nothing moves: in 8 logged phases sft/loss went from ')
     assert 'Likely cause: ' in line and 'Change: raise lr to ' in line
     assert line.endswith('(chatgpt-rlhf doctor --explain nothing-moves)')
@@ -72,43 +73,43 @@ def test_a_finding_is_one_line_stands_in_the_folder_and_the_folder_tells_the_sam
 @pytest.mark.parametrize('options', [{'lr': 3e-3}, {'callbacks': [cb.Doctor(enabled=False)]}], ids=['good', 'off'])
 def test_a_good_run_is_silent_and_the_doctor_can_be_switched_off(tmp_path, capsys, options):
     sft(tmp_path, **options)
-    assert said(capsys) == [] and not (tmp_path / 'findings.jsonl').exists()
+    assert doctor_lines(capsys) == [] and not (tmp_path / 'findings.jsonl').exists()
 
 
 def test_a_resume_before_it_counts_the_phases_before(tmp_path, capsys):
     sft(tmp_path, callbacks=[StopAt(5)])
-    assert said(capsys) == []
+    assert doctor_lines(capsys) == []
     sft(tmp_path, resume=tmp_path / 'checkpoints')
-    assert len(said(capsys)) == 1
+    assert len(doctor_lines(capsys)) == 1
     assert keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
 
 
 def test_a_resume_after_it_is_silent(tmp_path, capsys):
     sft(tmp_path, epochs=12, callbacks=[StopAt(10)])
-    assert len(said(capsys)) == 1
+    assert len(doctor_lines(capsys)) == 1
     sft(tmp_path, epochs=12, resume=tmp_path / 'checkpoints')
-    assert said(capsys) == []
+    assert doctor_lines(capsys) == []
     run = RunFolder(tmp_path)
     assert run.phase == 12 and keys(run) == [('nothing-moves', 8)] == [(f.key, f.step) for f in diagnose(run)]
 
 
-def test_what_a_killed_run_has_said_is_written_again_but_not_said_again(tmp_path, capsys):
-    """It was at phase 9, its checkpoint at phase 5."""
+def test_findings_of_a_killed_run_are_written_again_but_not_printed_again(tmp_path, capsys):
+    """The run was killed at phase 9, with a checkpoint at phase 5."""
     sft(tmp_path, callbacks=[cb.SaveCheckpoint(interval=5)])
-    assert len(said(capsys)) == 1
+    assert len(doctor_lines(capsys)) == 1
     sft(tmp_path, resume=tmp_path / 'checkpoints' / 'step-00000005')
-    assert said(capsys) == []
+    assert doctor_lines(capsys) == []
     assert keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
 
 
-def test_neither_a_second_fit_nor_a_resume_without_a_folder_repeats_what_was_said(tmp_path, capsys):
+def test_neither_a_second_fit_nor_a_resume_without_a_folder_repeats_findings(tmp_path, capsys):
     trainer = sft(None)
     trainer.save_checkpoint(tmp_path / 'kept')
-    assert len(said(capsys)) == 1
+    assert len(doctor_lines(capsys)) == 1
     trainer.fit()
-    assert trainer.phase == 18 and said(capsys) == []
+    assert trainer.phase == 18 and doctor_lines(capsys) == []
     again = sft(None, epochs=20, resume=tmp_path / 'kept')
-    assert again.phase == 20 and said(capsys) == []
+    assert again.phase == 20 and doctor_lines(capsys) == []
 
 
 def test_the_other_ranks_are_silent(capsys):
@@ -116,12 +117,12 @@ def test_the_other_ranks_are_silent(capsys):
     trainer = SimpleNamespace(strategy=SimpleNamespace(is_rank_0=False), phase=0, callbacks=[])
     doctor.on_fit_start(trainer)
     doctor.on_phase_end(trainer, 1, {'rollout/score_mean': 1.0})
-    assert said(capsys) == [] and doctor.state_dict() == {}
+    assert doctor_lines(capsys) == [] and doctor.state_dict() == {}
 
 
-def test_a_ratio_that_is_not_one_is_said_once(tmp_path, capsys):
+def test_a_ratio_that_is_not_one_is_reported_once(tmp_path, capsys):
     faults.online(tmp_path, phases=2, engine=faults.OtherPolicy(), quiet=False)
-    (line,) = said(capsys)
+    (line,) = doctor_lines(capsys)
     assert line.startswith('doctor, phase 1: error: the ratio right after a rollout is not 1: |ratio - 1| ')
     for cause in ('dropout', 'dtype', 'mask', 'temperature', 'stale', 'train mode'):
         assert cause in line
@@ -136,7 +137,7 @@ def test_a_doctor_that_fails_costs_a_warning_and_not_the_run(capsys, monkeypatch
     with pytest.warns(UserWarning, match='the doctor failed at phase 1, and looks no further: ZeroDiv') as caught:
         trainer = sft(None)
     assert len(caught) == 1
-    assert trainer.phase == 9 and said(capsys) == []
+    assert trainer.phase == 9 and doctor_lines(capsys) == []
 
 
 def test_a_damaged_file_of_findings_does_not_end_a_resume(tmp_path):
@@ -147,5 +148,5 @@ def test_a_damaged_file_of_findings_does_not_end_a_resume(tmp_path):
     ):
         trainer = sft(tmp_path, epochs=6, resume=folder)
     assert trainer.phase == 6
-    (tmp_path / 'findings.jsonl').write_text('{"step": 1}\n')  # nothing of ours, but JSON
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1}\n')  # JSON, but no finding
     assert sft(tmp_path, epochs=6, resume=folder).phase == 6

@@ -1,5 +1,5 @@
-"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase; and
-runs that log what the checks look at."""
+"""Every check on a history with a planted fault, and on one without: findings and their phases; and runs that log the
+metrics of the checks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def record(**changes: Any) -> RunRecord:
 
 
 def metrics(phases: int, numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of phases 1, 2, ...; None leaves a metric out."""
+    """Returns the rows of phases 1, 2, ...; a metric of None is left out."""
     rows = []
     for i in range(1, phases + 1):
         values = {name: value(i) if callable(value) else value for name, value in numbers.items()}
@@ -66,7 +66,7 @@ def found(phases: int, numbers: dict[str, Any], **about: Any) -> list[Finding]:
 
 
 class Case(NamedTuple):
-    """Numbers that differ from the healthy run's, with and without the fault; the phase in which it shows."""
+    """Metrics that differ from the healthy run's, with and without the fault, and the phase of the finding."""
 
     planted: dict[str, Any]
     without: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def after(phase: int, value: float, otherwise: float) -> Any:
 
 
 def named(prefix: str) -> Any:
-    """Makes a dict of metrics: named('rollout')(kl_mean=1.0) is {'rollout/kl_mean': 1.0}."""
+    """Returns a function that makes metrics: named('rollout')(kl_mean=1.0) is {'rollout/kl_mean': 1.0}."""
     return lambda **values: {f'{prefix}/{name}': value for name, value in values.items()}
 
 
@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
     ),
     'value-loss-dominates': Case(
         {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
-        ppo(value_loss=50.0, actor_grad_norm=9.0),  # a critic of its own
+        ppo(value_loss=50.0, actor_grad_norm=9.0),  # a separate critic
         step=5,
     ),
     'explained-variance-low': Case(ppo(explained_variance=-0.1), ppo(explained_variance=after(12, 0.1, -0.5)), step=20),
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
             'eval/cost_best': lambda i: max(12 - i, 0) / 12 if i % 4 == 0 else None,
             'rollout/score_std': 0.2,
         },
-        evals(cost=lambda i: abs(i - 12) / 12 if i % 4 == 0 else None),  # which way is better is not known
+        evals(cost=lambda i: abs(i - 12) / 12 if i % 4 == 0 else None),  # no known direction
         step=20,
     ),
     'score-saturates': Case(
@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
     ),
     'groups-without-signal': Case(
         rollout(equal_groups_share=0.8, score_mean=0.1),
-        rollout(equal_groups_share=0.8, score_mean=1.9),  # they are equal because they are right
+        rollout(equal_groups_share=0.8, score_mean=1.9),  # equal because all are right
         step=5,
     ),
     'reward-outliers': Case(
@@ -269,7 +269,7 @@ CASES |= {
     ),
     'length-drifts, of turns': Case(
         {'rollout/response_len_mean': after(6, 40.0, 20.0), 'environment/observation_share': after(6, 0.4, 0.7)},
-        # Half as many turns of the same length, as a policy has that needs fewer.
+        # Half as many turns of the same length, as of a better policy.
         {'rollout/response_len_mean': after(6, 60.0, 20.0), 'environment/num_turns_mean': after(6, 9.0, 3.0)},
         step=8,
         base=EPISODES,
@@ -281,7 +281,7 @@ CASES |= {
 
 
 def test_episodes_are_not_taken_for_responses_that_went_wrong():
-    """Turns of a token, no end token at all, most out of turns, one prompt for all tasks: all as it should be."""
+    """Turns of one token, no end tokens, most out of turns, one prompt for all tasks: no fault in an environment."""
     about = {'data': {'prompts': 4, 'distinct': 1, 'cut': 0}, 'generation': {'max_new_tokens': 256}}
     assert found(30, EPISODES, **about) == []
     short = {'rollout/response_len_mean': 2.0, 'environment/num_turns_mean': 2.0, 'environment/observation_share': 0.0}
@@ -291,7 +291,7 @@ def test_episodes_are_not_taken_for_responses_that_went_wrong():
         {'rollout/repetition_across': after(6, 0.9, 0.2)},  # all say 'up' where up is right
     ):
         assert found(30, EPISODES | more, **about) == []
-        # Negative control: of answers the same numbers are findings.
+        # Negative control: without an environment the same numbers are findings.
         answers = {k: v for k, v in (EPISODES | more).items() if not k.startswith('environment/')}
         if 'rollout/repetition_across' not in more:
             assert found(30, answers, **about)
@@ -336,7 +336,7 @@ def test_advice_has_the_numbers_of_the_run():
 
 @pytest.mark.parametrize('noise', [1, 2, 3])
 def test_noise_is_no_finding(noise):
-    """Every healthy number 30 % up or down at random, six hundred phases of it."""
+    """Every healthy number varies at random by 30 %, over six hundred phases."""
     import random
 
     rng = random.Random(noise)
@@ -354,7 +354,7 @@ def test_what_is_not_a_number_is_left_out():
     assert Diagnosis(None).see({'step': 1}) == []
 
 
-def test_the_same_thing_is_not_said_from_two_sides():
+def test_a_fault_has_one_finding():
     numbers = HEALTHY | STILL | {'ppo/clip_fraction': 0.0}
     assert [f.key for f in found(24, numbers)] == ['nothing-moves']
     numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}
@@ -375,7 +375,7 @@ def test_the_rule_for_learning_rates_goes_through_the_published_points():
 
 
 def test_the_trainers_log_what_the_checks_look_at(tmp_path):
-    """A check whose metric has another name would find nothing, ever."""
+    """A check of a metric that is not logged would never find anything."""
     online(tmp_path / 'ppo', phases=2, reward=Company(good_share))
     online(tmp_path / 'grpo', phases=1, **GROUPS)
     reward_model(tmp_path / 'rm', 1e-3)

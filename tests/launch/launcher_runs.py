@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Nodes:
-    """Three nodes with one core each, on this machine, that ask for a token. They belong to a process of their own,
-    since Ray reads its environment once, when it is imported."""
+    """Three nodes with one core each, on this machine, that require a token. Another process starts them, since Ray
+    reads its environment only when it is imported."""
 
     SCRIPT = """
 import os, sys
@@ -55,7 +55,7 @@ finally:
         self.address = self.process.stdout.readline().strip()
 
     def replace_one_of(self, raylets: Iterable[int]) -> int:
-        """Kill a node, not the first, whose process is among these, and add another; which it was."""
+        """Kills a node among these processes, not the first, and adds another. Returns the number of the killed one."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(' '.join(map(str, raylets)) + '\n')
         self.process.stdin.flush()
@@ -78,7 +78,7 @@ def on(cluster: Nodes, *arguments: str, **variables: str) -> subprocess.Popen[st
 
 
 def launch(cluster: Nodes, folder: Path, text: str, *options: str, args: Sequence[str] = ()) -> tuple[int, str]:
-    """Exit code and output of `text` as a script."""
+    """Launches `text` as a script. Returns exit code and output."""
     path = folder / 'script.py'
     path.write_text(text)
     process = on(cluster, *options, str(path), *args)
@@ -87,7 +87,7 @@ def launch(cluster: Nodes, folder: Path, text: str, *options: str, args: Sequenc
 
 
 def processes(*words: str) -> list[int]:
-    """Processes whose command line and environment hold all of these words."""
+    """Returns the ids of processes with all of these words in command line and environment."""
     found = []
     for folder in Path('/proc').iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Config files: every key of llm-on-ray honoured or refused, three formats, overrides, and nothing evaluated."""
+"""Config files: every key of llm-on-ray is supported or refused, three formats, overrides, no code in a file is run."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_every_key_of_a_ppo_config(tmp_path):
     assert (r.pretrain, r.reward_model, r.prompt_path, r.validation_file) == ('gpt2', 'rm', 'p.jsonl', 'v.jsonl')
     assert (r.experience_batch_size, r.lr, r.kl_coef) == (2, 2e-5, 0.2)
     assert (r.num_episodes, r.max_timesteps, r.update_timesteps) == (3, None, 1)  # passes over the prompts
-    assert r.max_epochs == 5  # PPO's passes over a buffer are another thing
+    assert r.max_epochs == 5  # passes over the buffer
     trained = {**PPO, 'General': {**PPO['General'], 'model_pretrain': 'sft'}}
     assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
 
 
 def test_of_two_keys_for_one_model_trained_weights_win_and_null_means_the_name(tmp_path):
-    """Decided by value, never by presence or order, and by words over the file."""
+    """The values decide, not presence or order; words override the file."""
     name, weights, field = 'rm_name', 'rm_pretrain', 'reward_model'
 
     def found(general: dict[str, str | None], *words: str) -> str | None:
@@ -88,20 +88,20 @@ def test_of_two_keys_for_one_model_trained_weights_win_and_null_means_the_name(t
     assert found({weights: 'a'}, f'{weights}=null') is None
 
 
-def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
+def test_the_number_of_workers(tmp_path, monkeypatch, capsys):
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2, 'batch_size': 2}})]
     with pytest.raises(
         ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'
     ):
         run(RewardRun, *argv)
     with pytest.raises(SystemExit):
-        run(RewardRun, *argv, '--print_config')  # which may be asked for where the run will not be
+        run(RewardRun, *argv, '--print_config')  # also on another machine than the run's
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert run(RewardRun, *argv).train_batch_size == 4
     assert run(RewardRun, *argv, '--tensor_parallel=2').train_batch_size == 2  # one rank of two processes
 
 
-def test_a_resume_makes_sizes_of_what_was_said_before(tmp_path, monkeypatch):
+def test_a_resume_computes_sizes_from_earlier_settings(tmp_path, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     training = {'batch_size': 2, 'gradient_accumulation_steps': 2}
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': training}), f'--save_path={tmp_path}']
@@ -112,7 +112,7 @@ def test_a_resume_makes_sizes_of_what_was_said_before(tmp_path, monkeypatch):
     assert (again.tensor_parallel, again.train_batch_size) == (2, 4)
     assert (again.max_len, again.max_tokens_per_batch) == (32, first.max_tokens_per_batch)
     other = run(RewardRun, *argv, f'--resume={tmp_path}', '--tensor_parallel=1')
-    assert other.train_batch_size == 8  # its last word
+    assert other.train_batch_size == 8  # the last value that was given
     argv = ['--test=true', f'--save_path={tmp_path}/trial']
     write_resolved(run(RewardRun, *argv, '--train_batch_size=25'), tmp_path / 'trial')
     again = run(RewardRun, *argv, f'--resume={tmp_path}/trial')
@@ -134,7 +134,7 @@ def test_yaml_numbers_and_null_are_what_they_look_like_and_what_wins(tmp_path):
     assert read_file(path)['Training'] == {'lr': 1e-5, 'max_steps': None, 'weight_decay': 0.01, 'shuffle': False}
     r = run(SFTRun, '--config_file', path)
     assert (r.lr, r.max_steps, r.weight_decay, r.shuffle) == (1e-5, None, 0.01, False)
-    # flags win over words, and these over the file
+    # flags override words, and words the file
     assert run(SFTRun, '--config_file', path, 'Training.learning_rate=3e-4').lr == 3e-4
     assert run(SFTRun, '--config_file', path, 'lr=3e-4', '--lr', '7').lr == 7.0
     both = run(SFTRun, *'data.jsonl max_epochs=5 --tensorboard --lora_target_modules q --lora_target_modules v'.split())

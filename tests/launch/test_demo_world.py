@@ -1,4 +1,4 @@
-"""The generated world: known truth, deterministic data, a tokenizer that survives saving."""
+"""The generated stories: known scores, deterministic data, a tokenizer that can be saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = 'one day a small fox went to the river .'
     [
         ('it felt glad . it found a cake . it played with a duck . it felt happy .', 1.0),
         ('it felt glad . it felt glad . it felt glad . it felt glad .', 1 / 4),  # the same sentence counts once
-        ('it felt glad . it felt', 1 / 4 - 1 / 4),  # breaks off
+        ('it felt glad . it felt', 1 / 4 - 1 / 4),  # ends within a sentence
         ('', -1 / 4),
         ('glad glad glad .', -1 / 4),  # cheerful words that are no sentence
         ('it felt glad . it felt happy . it felt merry . it felt proud . it felt sad .', 1.0),  # the fifth is not read
@@ -43,7 +43,7 @@ def test_data_follows_the_seed():
     ('response', 'share'),
     [
         ('it felt glad .', 0.0),
-        ('it felt glad . it felt glad .', 2 / 6),  # the last two of six runs of three words stood first
+        ('it felt glad . it felt glad .', 2 / 6),  # the last two of six 3-grams repeat the first two
         ('glad glad glad glad glad glad', 3 / 4),
         ('', 0.0),
     ],
@@ -60,4 +60,4 @@ def test_preferences_are_ordered_by_the_truth_some_faulty_and_some_close():
     shares = [(repeated_share(p['chosen']), repeated_share(p['rejected'])) for p in pairs]
     assert sum(c < r for c, r in shares) > sum(c > r for c, r in shares)
     common = [set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''} for p in pairs]
-    assert sum(map(bool, common)) > 200  # one thing changed: the other sentences are the same
+    assert sum(map(bool, common)) > 200  # one change: the other sentences are the same

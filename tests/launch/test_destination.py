@@ -1,4 +1,4 @@
-"""Where the trained model goes is tried before training: nothing is replaced, and rights and room are there."""
+"""The folder of the trained model is checked before training: nothing is replaced; permissions and free space."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_a_model_at_model_path_is_not_replaced(tmp_path, file):
         ValueError, match=rf'--model_path {tmp_path}/model holds a model already \({file}\): choose another'
     ):
         check_resume(run(tmp_path, model_path=str(tmp_path / 'model')))
-    with pytest.raises(ValueError, match='holds a model already'):  # nothing to go on from, so it is not this run's
+    with pytest.raises(ValueError, match='holds a model already'):  # without a checkpoint it is not this run's
         check_resume(run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto'))
     (tmp_path / 'empty').mkdir()
     check_resume(run(tmp_path, model_path=str(tmp_path / 'empty')))
 
 
-def test_a_run_that_goes_on_replaces_its_own_model_and_no_other(tmp_path, monkeypatch):
+def test_a_resumed_run_replaces_only_its_own_model(tmp_path, monkeypatch):
     for folder in ('run/actor', 'model', 'other'):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / 'config.json').touch()

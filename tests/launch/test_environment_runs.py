@@ -58,7 +58,7 @@ def own(tmp_path, monkeypatch):
 
 def run_of(**settings) -> PPORun:
     run = PPORun(**(TINY | settings))
-    run.said = {}
+    run.given = {}
     return run
 
 
@@ -93,7 +93,7 @@ def test_mistakes_are_one_line_before_any_weight(settings, complaint, own, folde
 # ---------------------------------------------------------------------- a run
 
 
-def test_a_run_evaluates_on_other_tasks_and_a_resume_tells_what_changed(folder, tmp_path, capsys, own):
+def test_a_run_evaluates_on_other_tasks_and_a_resume_prints_changes(folder, tmp_path, capsys, own):
     common = {'environment': 'games:countdown', 'pretrain': str(folder), 'save_path': str(tmp_path / 'run')}
     common |= {'eval_episodes': 3, 'eval_interval': 1, 'max_turn_tokens': 6, 'checkpoint_interval': 1}
     run = run_of(**common)
@@ -114,7 +114,7 @@ def test_a_run_evaluates_on_other_tasks_and_a_resume_tells_what_changed(folder, 
     assert len(lines(tmp_path / 'run' / 'metrics.jsonl')) == 4
 
 
-def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path, own):
+def test_a_custom_environment_with_data_and_named_rewards(folder, tmp_path, own):
     (tmp_path / 'prompts.jsonl').write_text(
         ''.join(json.dumps({'prompt': f'p{i}:', 'word': f'w{i}'}) + '\n' for i in range(4))
     )

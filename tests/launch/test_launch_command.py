@@ -1,5 +1,4 @@
-"""python -m chatgpt.launch: what its flags and the script's config file come to, and the marks by which a restarted
-launch goes on."""
+"""python -m chatgpt.launch: flags and the script's config file, and the marks by which a restarted launch resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ SCRIPT = str(Path(__file__))
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would have been launched."""
+    """Returns the launch that a command line describes, without starting it."""
     found = []
     monkeypatch.setattr(ray, 'run_on_ray', lambda launch: found.append(launch) or 0)
     monkeypatch.setattr(torchrun, 'run_on_torchrun', lambda launch: sys.exit(found.append(launch)))
@@ -68,7 +67,7 @@ def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
     launch = launched(
         '--launcher=ray', SCRIPT, file, 'Training.num_training_workers=5', '--resources_per_worker={CPU: 4}'
     )
-    # words win over the file, flags over words
+    # words override the file, flags override words
     assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (5, 4, 0)
     launch = launched(SCRIPT, f'--config_file={path}')
     assert (launch.num_workers, launch.cpus_per_worker) == (2, 3)
@@ -114,7 +113,7 @@ def test_the_torchrun_command():
     )
     words = '--rdzv_backend=c10d --rdzv_endpoint=n0:29400 --rdzv_id=j --nnodes=2 --local_addr=n1 --nproc_per_node=2'
     assert two.command()[3:] == [*words.split(), '--max_restarts=0', SCRIPT]
-    for given, used in (('a:1', 'a:1'), (None, 'localhost:0')):  # one node keeps the name and the meeting place
+    for given, used in (('a:1', 'a:1'), (None, 'localhost:0')):  # also on one node name and endpoint are passed on
         named = TorchrunLaunch(script=SCRIPT, num_workers=2, run_id='job7', rdzv_endpoint=given).command()
         assert named[3:6] == ['--rdzv_backend=c10d', f'--rdzv_endpoint={used}', '--rdzv_id=job7']
         assert named[6:] == ['--nnodes=1', '--nproc_per_node=2', '--max_restarts=3', SCRIPT]
@@ -137,7 +136,7 @@ def test_a_script_gets_the_packages_place_and_the_users_variables_but_not_all(mo
     assert 'UNRELATED' not in found
 
 
-# ---------------------------------------------------------------------- going on after a restart
+# ---------------------------------------------------------------------- resuming after a restart
 
 
 def test_only_the_launch_that_signed_a_folder_is_a_restart_there(tmp_path):
@@ -157,7 +156,7 @@ def test_only_the_launch_that_signed_a_folder_is_a_restart_there(tmp_path):
 
 
 class TwoHosts(NaiveStrategy):
-    """Rank 0 of two, whose other rank has not seen what it wrote."""
+    """Rank 0 of two; the other rank does not see its files."""
 
     world_size = 2
 
@@ -181,7 +180,7 @@ def test_a_folder_that_not_all_ranks_see(tmp_path):
 
 @pytest.mark.parametrize('name', ['torchrun', 'ray'])
 def test_a_slurm_job_starts_the_launcher(tmp_path, name):
-    """`srun` runs its command once, as on the first node; `python` writes down how it is called."""
+    """`srun` runs its command once, as on the first node; `python` records its arguments."""
     for command_name, text in {
         'srun': 'while [[ $1 == --* ]]; do shift; done; SLURMD_NODENAME=node-a exec "$@"',
         'scontrol': 'echo node-a; echo node-b',
@@ -235,7 +234,7 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path):
 
 
 @pytest.mark.system
-def test_an_error_in_a_reward_function_is_told_and_tried_again_and_a_mistake_is_told_once(tmp_path):
+def test_an_error_in_a_reward_function_is_retried_and_a_mistake_is_printed_once(tmp_path):
     script = tmp_path / 'unlucky.py'
     script.write_text(
         'import os, sys\nfrom chatgpt.trainer.experience.scorers import RewardFunctionError\nfrom '

@@ -1,5 +1,4 @@
-"""The launchers on real processes: one run under torchrun and Ray, its continuation after kills, and what goes wrong on
-a cluster."""
+"""The launchers on real processes: a run under torchrun and Ray, its resume after kills, and errors of a cluster."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ QUICK = (
 ).split()
 
 
-# ---------------------------------------------------------------------- the same run, whatever happens
+# ---------------------------------------------------------------------- the same run after failures
 
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """The folder of a run on two processes under torchrun that nobody has killed."""
+    """Folder of a run on two processes under torchrun without failures."""
     folder = tmp_path_factory.mktemp('undisturbed')
     process = command(
         '--num_workers=2', str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(folder)
@@ -56,8 +55,8 @@ def check_same_run(folder: Path, undisturbed: Path) -> None:
     assert not processes(str(folder))
 
 
-def test_a_run_on_ray_goes_on_after_a_killed_worker(cluster, tmp_path, model_folder, undisturbed):
-    """The worker of rank 0 is killed in the middle, and takes its script along, which held the run's folder."""
+def test_a_run_on_ray_resumes_after_a_killed_worker(cluster, tmp_path, model_folder, undisturbed):
+    """The worker of rank 0 is killed; its script, which holds the run's folder, must end too."""
     flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
     process = on(cluster, '--num_workers=2', *flags)
     try:
@@ -70,12 +69,12 @@ def test_a_run_on_ray_goes_on_after_a_killed_worker(cluster, tmp_path, model_fol
         process.kill()
     assert process.returncode == 0, output
     assert 'rank 0 on' in output and 'was lost: its worker or node is gone; restart 1 of 3' in output
-    assert 'phase 8/8' in output and output.count('actor written to') == 1  # what rank 0 says reaches the driver
+    assert 'phase 8/8' in output and output.count('actor written to') == 1  # rank 0's output reaches the driver
     check_same_run(tmp_path, undisturbed)
 
 
-def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folder, undisturbed):
-    """Two agents, as on two nodes, each with an address of its own. Only rank 1's knows of the kill by itself."""
+def test_torchrun_on_two_nodes_resumes_after_a_killed_rank(tmp_path, model_folder, undisturbed):
+    """Two agents, as on two nodes, each with its own address. Only that of rank 1 notices the kill directly."""
     flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
     meet = ['--num_workers=2', '--num_nodes=2', f'--rdzv_endpoint=127.0.0.2:{free_port()}', f'--run_id={tmp_path}']
     agents = [command(*meet, f'--local_addr=127.0.0.{node}', *flags) for node in (2, 3)]
@@ -92,8 +91,8 @@ def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folde
     check_same_run(tmp_path, undisturbed)
 
 
-def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
-    """The first is ended by SIGTERM, as by a batch system that queues the job again."""
+def test_a_second_launch_of_the_name_resumes(tmp_path: Path, model_folder: Path):
+    """The first launch is ended by SIGTERM, as by a batch system that requeues the job."""
     small = ['--max_timesteps=16', '--experience_batch_size=2', '--train_batch_size=2', '--max_new_tokens=2']
     flags = ['--run_id=job7', str(SCRIPT), *QUICK[1:], *small, f'--pretrain={model_folder}', f'--save_path={tmp_path}']
     first = command(*flags)
@@ -112,7 +111,7 @@ def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path)
     assert f'phase {done + 1}/16' in output and 'phase 1/16' not in output
 
 
-# ---------------------------------------------------------------------- what a script finds, and how it ends
+# ---------------------------------------------------------------------- environment and end of a script
 
 
 SHOW = """
@@ -190,7 +189,7 @@ while not pathlib.Path(sys.argv[1], 'end').exists():
 
 
 def started(folder: Path, attempt: int, number: int) -> list[int] | None:
-    """Process ids of an attempt's ranks, once all of them have said that they are there."""
+    """Returns the process ids of an attempt's ranks once all have started, else None."""
     files = sorted(folder.glob(f'{attempt}-*-*'), key=lambda f: int(f.name.split('-')[1]))
     return [int(f.name.split('-')[2]) for f in files] if len(files) == number else None
 
@@ -225,7 +224,7 @@ def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
 
 
 def fails(cluster: Nodes, folder: Path, *options: str) -> str:
-    """The one line of a launch that cannot be; the launcher's own remarks may stand before it."""
+    """Returns the error line of a launch that must fail; notes of the launcher may precede it."""
     code, output = launch(cluster, folder, 'raise SystemExit(1)', *options)
     *remarks, error = output.splitlines()
     assert code == 2 and all(line.startswith('[launch] ') for line in remarks), output
@@ -257,7 +256,7 @@ def test_no_cluster(tmp_path):
     text = (
         'from ray._private import services\n'
         'from functools import cache\n'
-        'services.find_gcs_addresses = cache(set)\n'  # whatever else runs on this machine
+        'services.find_gcs_addresses = cache(set)\n'  # ignores other clusters on this machine
         f'import runpy, sys; sys.argv = ["launch", "--launcher=ray", *sys.argv[1:], "{tmp_path}/script.py"]\n'
         'runpy.run_module("chatgpt.launch", run_name="__main__")\n'
     )
@@ -300,7 +299,7 @@ def test_a_wrong_address(tmp_path):
 
 
 def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
-    """The second node has a file system of its own at the place of the run's folder."""
+    """The second node has another file system at the path of the run's folder."""
     own = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs none {tmp_path} && exec "$@"', 'sh']
     if subprocess.run([*own, 'true'], capture_output=True).returncode:
         pytest.skip('needs unshare --mount, with the right to mount')

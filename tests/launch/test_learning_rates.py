@@ -1,4 +1,4 @@
-"""The default learning rate of a run: by what is trained, by method, and printed."""
+"""The default learning rate of a run: by trained parameters and method, and printed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_by_method_and_size(capsys, method, share):
     count = sum(p.numel() for p in actor.parameters())
     rate = learning_rate(run_of(method, pretrain='m'), NaiveStrategy(), actor)
     assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / count) * share)
-    said = capsys.readouterr().out
-    assert said == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
+    out = capsys.readouterr().out
+    assert out == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
 
 
 def test_what_is_trained_counts_and_adapters_take_ten_times_the_rate_of_the_whole_model(capsys):
@@ -52,7 +52,7 @@ def test_what_is_trained_counts_and_adapters_take_ten_times_the_rate_of_the_whol
     trained = sum(p.numel() for p in half.parameters() if p.requires_grad)
     rate = learning_rate(run_of('ppo', pretrain='m'), NaiveStrategy(), half)
     assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / trained) / 5)
-    # of a model whose head alone is trained, the rate is that of what is trained, not of an adapter
+    # a model with only its head trained has the rate of the head's size, not that of an adapter
     assert recommended_lr(6 * 10**9, 'rm', 6 * 10**7, adapters=False) == pytest.approx(9e-5)
 
 

@@ -1,5 +1,5 @@
-"""`--strategy fsdp` builds on the meta device: every script, with every kind of model it can start from, learns what
-one process learns."""
+"""`--strategy fsdp` builds on the meta device: every script, from every kind of model, trains the same weights as one
+process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def learned(script: str, monkeypatch: pytest.MonkeyPatch, flags: list[str], folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of the folder that a script leaves."""
+    """Runs a script and returns the weights in its folder."""
     from transformers import AutoModel
 
     spec = importlib.util.spec_from_file_location(script, EXAMPLES / f'{script}.py')

@@ -1,5 +1,4 @@
-"""One table of methods: every entry leads to settings, a trainer, a model and a reader that fit; a user's own is one
-line."""
+"""The table of methods: settings, trainer, model and reader of every entry fit; a user's own method is one line."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_the_parts_of_an_entry_are_there_and_its_settings_are_settings(name):
 @dataclass(kw_only=True)
 class MyConfig(SFTConfig):
     strength: float = 0.5
-    """of what is mine"""
+    """a setting of the user's method"""
 
 
 class MyTrainer(SFTTrainer):
@@ -51,7 +50,7 @@ def read_plainly(run, inputs):
     inputs.train = load_demonstrations(run.dataset, inputs.tokenizer)[0]
 
 
-def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
+def test_a_custom_method_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
     monkeypatch.setitem(
         METHODS,
         'mine',
@@ -70,7 +69,7 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
 
 @pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-3), ({'critic': 'shared'}, None), ('grpo', None)])
 def test_the_settings_that_a_run_writes_down_are_settings_of_such_a_run(settings, rate):
-    """The learning rate of a critic that does not exist has no default."""
+    """Without a critic critic_lr has no default."""
     run = PPORun(pretrain='embedded', **(METHODS[settings].settings if isinstance(settings, str) else settings))
     run.fill_defaults()
     assert run.critic_lr == rate

@@ -1,4 +1,4 @@
-"""The commands of docs/one_card.md, one after another, each from what the one before it wrote."""
+"""The commands of docs/one_card.md in order; each uses the output of the one before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = {
 
 
 def commands() -> list[list[str]]:
-    """Words of the page's first commands, those of the chain."""
+    """Returns the arguments of the page's first commands, which form the chain."""
     text = (ROOT / 'docs' / 'one_card.md').read_text().replace('\\\n', ' ')
     lines = [line.strip() for line in text.splitlines() if line.startswith('    python -m chatgpt ')]
     return [shlex.split(line)[3:] for line in lines[:3]]

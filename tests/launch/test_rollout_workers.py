@@ -1,4 +1,4 @@
-"""A run's rollout workers: waited for as long as its ranks would be, not for ever; whole on a node; shared by ranks."""
+"""A run's rollout workers: time limit below that of ranks, resources on one node, sharing by ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatgpt.rollout import SharedEngine, VLLMRemoteEngine
 from chatgpt.rollout.cluster import lack_of_room
 
 
-def test_an_actor_is_given_up_before_the_other_ranks_give_up_its_own():
+def test_the_time_limit_of_an_actor_is_below_that_of_ranks():
     pytest.importorskip('ray')
     with rollout_engine(PPORun(rollout_workers=2, rank_timeout_s=100.0)) as engine:
         assert engine.workers.timeout_s == pytest.approx(80.0)
@@ -41,7 +41,7 @@ def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
         ({'engine': 'vllm', 'stop_string': ['end']}, r"VLLMEngine cannot do stop=\['end'\]"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_starts(settings, why):
+def test_settings_that_exclude_each_other_are_refused_before_a_start(settings, why):
     pytest.importorskip('ray')
     with pytest.raises(ValueError, match=why):
         run = PPORun(**settings)

@@ -1,4 +1,4 @@
-"""What surrounds the main of a command: output that nobody reads, defaults that a run records, functions by name."""
+"""`run_main`: a closed stdout, characters that stdout cannot encode; recorded defaults; functions by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatgpt.trainer.callbacks.base import say
 
 @pytest.mark.system
 def test_a_reader_that_has_read_enough_is_no_error():
-    """As of `| head -1`."""
+    """As with `| head -1`."""
     reads, writes = os.pipe()
     os.close(reads)
     code = 'from chatgpt.launch.arguments import run_main; run_main(lambda: print("x" * 1_000_000))'
@@ -28,14 +28,14 @@ def test_a_reader_that_has_read_enough_is_no_error():
 
 def test_the_folder_that_the_command_chose_is_its_default():
     chosen, given = SFTRun(save_path='outputs/sft'), SFTRun(save_path='mine')
-    given.said = {'save_path': 'mine'}
+    given.given = {'save_path': 'mine'}
     assert run_defaults(chosen)['save_path'] == 'outputs/sft'
     assert run_defaults(given)['save_path'] == 'outputs/train_sft'
 
 
 @pytest.mark.parametrize('encoding', ['latin-1', 'utf-8'])
 def test_what_the_encoding_of_stdout_lacks_is_escaped(monkeypatch, encoding):
-    """Of the command, and of a callback that is used from Python."""
+    """For the command, and for a callback that is used from Python."""
     shown = {'latin-1': r'é \u2192', 'utf-8': 'é →'}[encoding]
     for prints in (lambda: run_main(lambda: print('é → \ud800')), lambda: say('é → \ud800')):
         stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)

@@ -1,5 +1,5 @@
-"""Settings of a run that exclude each other: every row of the tables is broken by settings that a user can give, which
-are refused before any work, and defaults break none."""
+"""Settings of a run that exclude each other: every row of the tables refuses some settings of a user before any work,
+and none refuses the defaults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
 OWN = 'file.py:Mine'
 FSDP = {'tensor_parallel': 2, 'strategy': 'fsdp'}
 GAME = {'environment': 'games:countdown'}
-# settings of PPO that are refused alone
+# settings of PPO that are refused on their own
 ALONE: dict[str, Any] = {'lora_alpha': 3.0, 'lora_dropout': 0.1, 'lora_target_modules': ['q'], 'lora_train_bias': 'all'}
 ALONE |= {'save_adapter': True, 'quantize': 'nf4', 'shared_trunk': True, 'value_coef': 0.5, 'model': 'deberta'}
 ALONE |= {'temperature': 0.0, 'ptx_coef': 0.1, 'ptx_data': 'a', 'environment': OWN, 'eval_episodes': 3, 'max_turns': 3}
@@ -113,7 +113,7 @@ def test_defaults_break_none(cls):
     ],
 )
 def test_what_an_encoder_decoder_cannot_do(run, name):
-    (sentence,) = (told for row in ENCODER_DECODER_RULES if (told := row.broken_by(run)))
+    (sentence,) = (reason for row in ENCODER_DECODER_RULES if (reason := row.broken_by(run)))
     assert name in sentence
 
 

@@ -1,5 +1,5 @@
-"""Runs of a command: NLPO's mask model, data to evaluate on that is the training data, an adapter that is written, and
-ranks that fail or hang while they load."""
+"""Runs of a command: NLPO's mask model, eval data equal to the training data, a written adapter, and ranks that fail or
+hang while loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from chatgpt.types import Sequence
 
 
 def test_a_run_of_three_phases(tmp_path, model_folder, monkeypatch):
-    """The mask model is a copy of the actor's start, and takes over its weights every second phase."""
+    """The mask model is a copy of the initial actor, and is updated to the actor every second phase."""
     trainers = []
     built = recipes.make_trainer
     monkeypatch.setattr(recipes, 'make_trainer', lambda *given: trainers.append(built(*given)) or trainers[-1])
@@ -59,7 +59,7 @@ def written(path: Path, first: int, count: int, **columns: str) -> str:
 @pytest.mark.parametrize(
     ('cls', 'columns'), [(SFTRun, {'completion': 'b'}), (run_class('dpo'), {'chosen': 'b', 'rejected': 'c'})]
 )
-def test_records_that_are_trained_on_are_told(tmp_path, cls, columns, recwarn):
+def test_eval_records_that_are_trained_on_are_reported(tmp_path, cls, columns, recwarn):
     GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(tmp_path / 'model', tokenizer=char_tokenizer())
     train = written(tmp_path / 'train.jsonl', 0, 6, **columns)
 
@@ -121,7 +121,7 @@ with strategy_of(run) as strategy:
 """
 
 
-# Rank 1 does not come, and seconds of rank 0's patience pass in tenths of a second.
+# Rank 1 hangs; rank 0's clock runs ten times as fast.
 HANGS = 'time.sleep(3600)\n    strategy.ranks.status.clock = lambda: 10 * time.monotonic() - 9 * late'
 
 

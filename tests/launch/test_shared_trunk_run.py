@@ -40,7 +40,7 @@ def lines(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope='module')
 def adapter(tmp_path_factory, model_folder):
-    """A reward model that was trained as an adapter."""
+    """Folder of a reward model that was trained as an adapter."""
     folder = tmp_path_factory.mktemp('adapter')
     pairs = lines(folder / 'pairs.jsonl', PAIRS)
     flags = [f'--pretrain={model_folder}', f'--save_path={folder}/rm', '--lora_rank=2', '--save_adapter']
@@ -79,7 +79,7 @@ def numbers(folder: Path) -> list[dict]:
     ],
 )
 def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, request, tmp_path, model_folder):
-    """Resumed from what a kill in the last third leaves on disk: the same numbers and weights, to the bit."""
+    """Resumes from the files after a kill in the last third: numbers and weights are equal to the bit."""
     online = rows is PROMPTS
     common, written = COLLECTED if online else LEARNT
     if method == 'ppo':
@@ -112,11 +112,11 @@ def test_a_reward_model_that_is_no_adapter_on_the_trunk(adapter, tmp_path, model
     other = tmp_path / 'other'
     shutil.copytree(model_folder, other)
     prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
-    for base, reward, told in (
+    for base, reward, message in (
         (other, adapter, f'is an adapter on {model_folder}; the trunk is {other}'),
         (model_folder, adapter.parent / 'reward_model', 'is none; train one'),
     ):
         flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={reward}', f'--pretrain={base}', *SMALL]
         with pytest.raises((ValueError, SystemExit)) as caught:
             run('ppo', prompts, *flags)
-        assert told in str(caught.value) + capsys.readouterr().err
+        assert message in str(caught.value) + capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A hub that huggingface_hub talks to."""
+"""A local hub for huggingface_hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fake_hub import Hub, serving, use
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """With a token that may write; files go by LFS."""
+    """Starts a hub with a token that may write; files are uploaded by LFS."""
     with serving() as hub:
         use(hub.address, monkeypatch, tmp_path)
         yield hub

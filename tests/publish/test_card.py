@@ -1,4 +1,4 @@
-"""Model cards: what they say, what they never say, and that their code runs."""
+"""Model cards: content, what they must not contain, and their code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_hub_reads_what_was_measured(tmp_path):
 
 
 def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
-    """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
+    """PPO on an SFT model of gpt2, with a licence added to that model's card."""
     from huggingface_hub import ModelCard
 
     written(tmp_path / 'sft' / 'actor', facts(source='gpt2', run_name='sft', more={'license': 'mit'}))
@@ -96,7 +96,7 @@ def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
     assert str(tmp_path) not in text
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- content
 
 
 def test_it_says_what_how_and_on_what(tmp_path):
@@ -105,7 +105,7 @@ def test_it_says_what_how_and_on_what(tmp_path):
     assert 'trained with ppo by chatgpt-rlhf' in text
     assert '20 learning phases in fp32, one process, seed 7.' in text
     assert '| prompt_path | `prompts.jsonl` | 64 |' in text and '| reward_fn | `r.py:score` |' in text
-    assert '60 of the 64 prompts are distinct.' in text and '3 were cut, for they were too long.' in text
+    assert '60 of the 64 prompts are distinct.' in text and '3 were cut, since they were too long.' in text
     assert '| `eval/score_mean` | 0.25 | 1.5 | 1.75 |' in text
     changed, everything = text.split('## Settings')[1].split('<details>')
     assert '| `lr` | `0.0003` | `1e-05` |' in changed and 'kl_coef' not in changed and 'kl_coef: 0.1' in everything
@@ -153,7 +153,7 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
         assert words not in text.split('## Settings')[0], words
 
 
-# ---------------------------------------------------------------- what it never says
+# ---------------------------------------------------------------- what it must not contain
 
 
 def test_nothing_of_the_machine(tmp_path):
@@ -163,7 +163,7 @@ def test_nothing_of_the_machine(tmp_path):
     assert 'note: see a.txt' in text and 'the model `base`' in text
 
 
-def test_a_model_in_somebodys_home_is_not_called_after_them(tmp_path, monkeypatch):
+def test_a_home_folder_is_not_the_name_of_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path / 'alice'))
     text = written(tmp_path / 'alice' / 'actor', facts(run_name=None))
     assert '\n# actor\n' in text and 'alice' not in text
@@ -220,7 +220,7 @@ def test_a_page_that_is_not_ours_stays(tmp_path):
 
 
 def run_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The names that the code of a folder's card leaves, and what it prints. Run from the folder above."""
+    """Runs the code of a folder's card in the parent folder; returns its variables and output."""
     found = re.search(r'^```python\n(.*?)^```', (folder / CARD).read_text(), re.M | re.S)
     assert found is not None
     names: dict[str, Any] = {}
@@ -245,7 +245,7 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
-    """The score that the card's code prints is the model's own."""
+    """The card's code prints the score of the model."""
     from chatgpt.batching import collate
     from chatgpt.nn import Critic, RewardModel
     from chatgpt.strategies import NaiveStrategy
@@ -293,7 +293,7 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     assert type(names['model']).__name__ == 'PeftModelForCausalLM'
 
 
-def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
+def test_a_card_that_fails_does_not_stop_the_save(tmp_path, monkeypatch):
     from chatgpt.trainer import saving
 
     def fails(*args: Any, **options: Any) -> None:

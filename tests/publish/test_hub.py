@@ -1,4 +1,4 @@
-"""Uploading a folder to a hub on this machine, and what may go wrong before and within."""
+"""Uploads of a folder to a local hub, and errors before and during them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_files_of_the_folder_arrive(hub, folder):
     assert hub.files('me/words') == content(folder)
 
 
-def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
+def test_a_card_of_the_user_is_kept(hub, folder):
     hub.add_repo('me/words')
     hub.files('me/words')['README.md'] = b'# mine\n'
     push_folder(folder, 'me/words')
@@ -67,14 +67,14 @@ def test_a_process_that_has_its_variables_only(hub, folder):
 # ---------------------------------------------------------------- before a run
 
 
-def test_who_may_write_there(hub, monkeypatch):
+def test_permission_to_write(hub, monkeypatch):
     assert check_push('words') == 'me/words' and check_push('team/words') == 'team/words'
     assert check_push('words', token=FINE) == 'me/words' and check_push('me/other', token=NARROW) == 'me/other'
     assert hub.asked == ['GET /api/whoami-v2'] * 4 and hub.repos == {}  # nothing is made
 
 
 @pytest.mark.parametrize(
-    ('repo_id', 'token', 'told'),
+    ('repo_id', 'token', 'message'),
     [
         ('a/b/c', WRITE, r"^push_to_hub='a/b/c': this is no name of a repository"),
         ('words', 'hf_wrong', 'does not know this token'),
@@ -84,8 +84,8 @@ def test_who_may_write_there(hub, monkeypatch):
         ('library/words', WRITE, "you may only read in the organisation 'library'"),
     ],
 )
-def test_what_is_refused_before_a_run(hub, repo_id, token, told):
-    with pytest.raises(ValueError, match=told) as caught:
+def test_what_is_refused_before_a_run(hub, repo_id, token, message):
+    with pytest.raises(ValueError, match=message) as caught:
         check_push(repo_id, token=token)
     assert '\n' not in str(caught.value)
 
@@ -113,7 +113,7 @@ def test_a_token_that_no_header_can_hold_is_not_shown(hub, folder):
 
 
 def test_a_hub_that_is_silent(monkeypatch, tmp_path):
-    """It takes connections and never answers."""
+    """It accepts connections and never responds."""
     from chatgpt.monitor.publish import hub as module
 
     with socket.create_server(('127.0.0.1', 0)) as silent:

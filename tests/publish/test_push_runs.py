@@ -1,5 +1,5 @@
-"""Runs that upload their model: by command, config file, `chatgpt.train` and trainer; what stops them before they
-begin, and what is left when the upload fails."""
+"""Runs that upload their model: by command, config file, `chatgpt.train` and trainer; errors before the run, and files
+after a failed upload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def content(place: Path) -> dict[str, bytes]:
 
 
 def command(method: str, *flags: str) -> int:
-    """Exit code of a run."""
+    """Runs a command and returns its exit code."""
     cls = run_class(method)
     try:
         with warnings.catch_warnings():
@@ -118,7 +118,7 @@ def test_train_uploads_without_a_folder(hub, tmp_path, model_folder, monkeypatch
 
 
 def test_a_trainer_uploads_on_two_ranks(hub, tmp_path, model_folder):
-    """Both call it; one asks, writes and uploads."""
+    """Both ranks call it; one checks, writes and uploads."""
     from chatgpt.testing.processes import run_distributed
 
     answers = run_distributed(on_ranks, 2, str(model_folder), str(tmp_path), hub.address, init_group=True)
@@ -149,7 +149,7 @@ def on_ranks(model: str, folder: str, address: str) -> dict[str, Any]:
     options: dict[str, Any] = {'tokenizer': load_tokenizer(model), 'run_dir': Path(folder, 'run'), 'max_epochs': 1}
     trainer = SFTTrainer(strategy, actor, optimizer, tiny_sequences(4), train_batch_size=4, **options)
     trainer.fit()
-    told = trainer.push_to_hub('tales', commit_message='from two', revision='draft')
+    uploaded = trainer.push_to_hub('tales', commit_message='from two', revision='draft')
     try:
         trainer.push_to_hub('you/tales')
         error = ''
@@ -157,4 +157,4 @@ def on_ranks(model: str, folder: str, address: str) -> dict[str, Any]:
         error = str(refused)
     trainer.save_pretrained(Path(folder, 'again'))
     left = sorted(p.name for p in Path(folder, 'run').iterdir() if p.name.startswith('upload-'))
-    return {'address': told, 'error': error, 'left': left, 'files': set(content(Path(folder, 'again')))}
+    return {'address': uploaded, 'error': error, 'left': left, 'files': set(content(Path(folder, 'again')))}

@@ -1,4 +1,4 @@
-"""Run folders made up for the report: numbers of a formula, texts that try to be markup."""
+"""Synthetic run folders for the report: numbers by formula, texts with markup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = (
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    # As the library writes them, but for texts that it could not write: a lone surrogate is escaped.
+    # As the library writes them, except that lone surrogates are escaped.
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
@@ -36,7 +36,7 @@ OTHERS = dict.fromkeys(
     'perf/learn_tokens_per_s custom/repetition rollout/kl_coef rollout/entropy ppo/entropy'.split(),
     0.5,
 )
-"""metrics of which no test asks more than that they are there; the doctor finds nothing in them"""
+"""metrics that tests only require to be present; the doctor finds nothing in them"""
 OTHERS |= {'rollout/score_std': 1.5, 'rollout/non_score_reward_mean': -0.3, 'rollout/response_len_mean': 18.0}
 OTHERS |= {'rollout/response_len_std': 4.5, 'rollout/prompt_len_mean': 10.0, 'perf/total_s': 3.9, 'ppo/value_mean': 1.0}
 OTHERS |= {
@@ -56,7 +56,7 @@ OTHERS |= {'ppo/return_var': 4.0, 'ppo/advantage_std': 1.5, 'ppo/actor_grad_norm
 
 
 def ppo_row(step: int, phases: int, rng: random.Random) -> dict[str, float | None]:
-    """What PPO logs, of a run that goes well."""
+    """Returns the metrics of a phase of a good PPO run."""
     t = step / phases
     rise = 1 - math.exp(-4 * t)
     score = -1.4 + 4.2 * rise + rng.gauss(0, 0.25)
@@ -70,7 +70,7 @@ def ppo_row(step: int, phases: int, rng: random.Random) -> dict[str, float | Non
 
 
 def record(method: str = 'ppo', **given: Any) -> RunRecord:
-    """run.json of a run that went as it should, but for what is given."""
+    """Returns the record of a good run, with the given changes."""
     settings = {'lr': 3e-4, 'critic_lr': 1e-3, 'train_batch_size': 32, 'kl_coef': 0.05, 'max_epochs': 4, 'gamma': 1.0}
     machine = {'system': 'Linux 6.1', 'processor': 'A processor', 'cores': 2, 'memory_gib': 24.0, 'gpus': []}
     start = Start(
@@ -103,7 +103,7 @@ def record(method: str = 'ppo', **given: Any) -> RunRecord:
 
 
 def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str, ...] = (), **given: Any) -> Path:
-    """A PPO run with evaluations and samples; `texts` take the place of the responses, `given` goes into run.json."""
+    """Writes a PPO run with evaluations and samples; `texts` replace the responses, `given` is for run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = [{'step': step, **ppo_row(step, phases, rng)} for step in range(1, phases + 1)]
@@ -115,7 +115,7 @@ def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str,
     write_lines(folder / 'metrics.jsonl', rows)
     write_lines(folder / 'eval.jsonl', evals)
     prompts = ['one day a small fox went to the river .', 'the old dog slept near the door and', 'a boy found a kite .']
-    said = [
+    stock = [
         'it was a good day and the fox was happy .',
         'the fox saw a fish and felt proud . it ran home and told its mother .',
         'then it rained , and they all laughed .',
@@ -123,15 +123,15 @@ def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str,
     samples = []
     for n, s in enumerate(evaluated):
         for i, prompt in enumerate(texts or prompts):
-            asked, told = (prompt + str(i), texts[(i + n) % len(texts)]) if texts else (prompt, said[(i + n) % 3])
-            samples.append({'step': s, 'prompt': asked, 'response': told, 'score': rng.gauss(s / phases * 3, 0.5)})
+            asked, text = (prompt + str(i), texts[(i + n) % len(texts)]) if texts else (prompt, stock[(i + n) % 3])
+            samples.append({'step': s, 'prompt': asked, 'response': text, 'score': rng.gauss(s / phases * 3, 0.5)})
     write_lines(folder / 'eval_samples.jsonl', samples)
     record(**({'num_phases': phases, 'phase': phases} | given)).write(folder)
     return folder
 
 
 def make_offline_run(folder: Path, phases: int = 30, prefix: str = 'sft', **given: Any) -> Path:
-    """An offline run: loss, its own metrics, eval data every fifth phase."""
+    """Writes an offline run: loss, its own metrics, eval data every fifth phase."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(1)
     rows: list[dict[str, Any]] = []
@@ -151,7 +151,7 @@ def make_offline_run(folder: Path, phases: int = 30, prefix: str = 'sft', **give
 
 
 def write_sequences(folder: Path, texts: tuple[str, ...], phases: tuple[int, ...] = (1, 20, 40)) -> None:
-    """Recorded sequences with a token per character of their responses; one of four ended by a stop string."""
+    """Writes recorded sequences with a token per character; one of four ended by a stop string."""
     for phase in phases:
         rows = []
         for i, text in enumerate(texts):

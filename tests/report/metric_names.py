@@ -1,4 +1,4 @@
-"""chatgpt/monitor/report/assets/metrics.json out of docs/metrics.md: python tests/report/metric_names.py"""
+"""Writes chatgpt/monitor/report/assets/metrics.json from docs/metrics.md: python tests/report/metric_names.py"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ASSET = ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets' / 'metrics.json'
 
 
 def read_names(page: str) -> dict[str, list[str]]:
-    """{metric: [unit, meaning]} of the tables of the page, but those about other systems' names."""
+    """Returns {metric: [unit, meaning]} of the page's tables, without those of other systems' names."""
     found = {}
     for line in page.split('\n## For those who come from')[0].splitlines():
         cells = [cell.strip() for cell in re.split(r'(?<!\\)\|', line.strip().strip('|'))]
@@ -24,7 +24,7 @@ def read_names(page: str) -> dict[str, list[str]]:
 
 
 def text_of(names: dict[str, list[str]]) -> str:
-    lines = (f'{json.dumps(name)}: {json.dumps(told, ensure_ascii=False)}' for name, told in names.items())
+    lines = (f'{json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}' for name, entry in names.items())
     return '{\n' + ',\n'.join(lines) + '\n}\n'
 
 

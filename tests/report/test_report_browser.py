@@ -1,4 +1,4 @@
-"""report.html in a real browser without a network: what a reader sees, points at, types and prints."""
+"""report.html in a real browser without a network: charts, pointer, keyboard and print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.monitor.report import write_report
 
 
 class Opened:
-    """A page, and all that it said or asked for."""
+    """A page, with its console messages and requests."""
 
     def __init__(self, browser: Any, file: Path, awaited: str = '.chart .u-over', **look: Any) -> None:
         look = {'viewport': {'width': 1280, 'height': 900}, 'color_scheme': 'light'} | look
@@ -31,7 +31,7 @@ class Opened:
         self.page.wait_for_selector(awaited)
 
     def chart(self, key: str) -> Any:
-        """The figure, its part opened, in sight and drawn."""
+        """Opens the section of a chart, scrolls to it and returns the drawn figure."""
         figure = self.page.locator(f'#chart-{key}')
         figure.evaluate("chart => { chart.closest('.fold > details').open = true; }")
         figure.scroll_into_view_if_needed()
@@ -42,7 +42,7 @@ class Opened:
         return ' '.join(self.page.locator(f'#chart-{key} .legend').inner_text().split())
 
     def point_at(self, key: str, share: float) -> None:
-        """Move the pointer to that share of the width of the axes."""
+        """Moves the pointer to this share of the width of the axes."""
         self.chart(key)
         box = self.page.locator(f'#chart-{key} .u-over').bounding_box()
         self.page.mouse.move(box['x'] + share * box['width'], box['y'] + box['height'] / 2)
@@ -67,7 +67,7 @@ def opened(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope='module')
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose score is the number of the phase, of 101 phases, with sequences."""
+    """Writes a run of 101 phases with the phase as score, and recorded sequences."""
     folder = make_run(tmp_path_factory.mktemp('runs') / 'words', 101)
     rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     for row in rows:
@@ -93,7 +93,7 @@ BLUE, ORANGE, PALE_BLUE = '10,92,184', '183,80,0', '108,176,255'
 
 
 def drawn_in(chart: Any) -> dict[str, list[list[int]]]:
-    """Where (x, y) its canvas has each opaque colour."""
+    """Returns the pixels (x, y) of each opaque colour of the chart's canvas."""
     return chart.locator('canvas').evaluate(PIXELS)
 
 
@@ -164,11 +164,11 @@ def test_the_keyboard_reaches_every_chart_and_names_lead_to_their_meaning(opened
     plot.focus()
     assert plot.get_attribute('role') == 'application'
     assert plot.get_attribute('aria-label').startswith('Score, score min, score max, score mean, over phases 1 to 101')
-    said = page.page.locator('#said')
-    assert said.get_attribute('aria-live') == 'polite'
+    status = page.page.locator('#status')
+    assert status.get_attribute('aria-live') == 'polite'
     for key, phase in (('Home', 1), ('ArrowRight', 2), ('Shift+ArrowRight', 12), ('ArrowLeft', 11), ('End', 101)):
         page.page.keyboard.press(key)
-        assert said.inner_text().startswith(f'Phase {phase}: score mean {phase}, score min ')
+        assert status.inner_text().startswith(f'Phase {phase}: score mean {phase}, score min ')
         assert page.legend('score').startswith(f'phase {phase} ')
     page.page.keyboard.press('Home')
     page.page.keyboard.press('+')
@@ -349,6 +349,6 @@ def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, 
         }"""
     )
     assert tried == ['blocked', 'blocked', 'blocked', 'EvalError']
-    assert len(page.complaints) == 4 and all('Content Security Policy' in said for said in page.complaints)
+    assert len(page.complaints) == 4 and all('Content Security Policy' in message for message in page.complaints)
     page.complaints.clear()
     del page.asked[1:]  # which was blocked

@@ -1,4 +1,4 @@
-"""report.html as text: everything a run holds is in it, in at most 3 MB, whatever is in the folder."""
+"""report.html as text: it has all data of a run, in at most 3 MB, for any content of the folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOID = {'meta', 'link', 'br', 'input', 'img', 'hr'}
 
 
 class Page(HTMLParser):
-    """The elements of a page, with their texts; fails where they are not nested properly."""
+    """The elements of a page, with their texts; fails if they are not nested properly."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Page(HTMLParser):
             texts.append(data)
 
     def texts(self, tag: str, **attributes: str) -> list[str]:
-        """Of the elements with these attributes; `class_` is one of several classes."""
+        """Returns the texts of elements with these attributes; `class_` may be one of several classes."""
         chosen = []
         for name, has, texts in self.found:
             wanted = {k.rstrip('_'): v for k, v in attributes.items()}
@@ -88,8 +88,8 @@ def test_a_page_has_everything_of_its_run(tmp_path):
     assert metrics_drawn(found) == logged
     assert found.texts('section', id='samples')[0].count('Phase 40') == 3
     origin = found.texts('section', id='origin')[0]
-    for told in ("'my prompts.jsonl' --lr 3e-4", 'b281334d7cde2c8d', 'not committed', 'torch 2.13.0', '209 408'):
-        assert told in origin
+    for fact in ("'my prompts.jsonl' --lr 3e-4", 'b281334d7cde2c8d', 'not committed', 'torch 2.13.0', '209 408'):
+        assert fact in origin
     assert 'distinct 180' in origin and 'peak_gib 0.9' in origin
     changed = ['lr changed 0.0003 1e-05', 'critic_lr changed 0.001 1e-05', 'train_batch_size changed 32 8']
     assert found.texts('tr', class_='changed') == changed and 'gamma 1 1' in found.texts('tr')
@@ -139,9 +139,9 @@ def test_texts_that_try_to_be_markup_stay_texts(tmp_path):
     assert kinds == {('script', 'application/json'), ('script', None)}
     assert not [1 for tag, *_ in found.found if tag == 'img']
     assert not [name for _, has, _ in found.found for name in has if name.startswith('on') or name == 'style']
-    said = found.texts('p', class_='text')
-    assert '</script><script>window.hacked = 1</script>' in said and HOSTILE[5] in said
-    assert any(text.startswith('ends ␀ with ␛[31m control') and 'a lone ? surrogate' in text for text in said)
+    shown = found.texts('p', class_='text')
+    assert '</script><script>window.hacked = 1</script>' in shown and HOSTILE[5] in shown
+    assert any(text.startswith('ends ␀ with ␛[31m control') and 'a lone ? surrogate' in text for text in shown)
     assert found.texts('section', class_='failure')[0].startswith('The run failed in phase 41.')
 
 
@@ -263,7 +263,7 @@ def test_numbers_are_short():
 # ---------------------------------------------------------------------- the word, and the installed package
 
 
-def test_the_word_writes_a_page_without_torch(tmp_path):
+def test_the_command_writes_a_page_without_torch(tmp_path):
     a, b = make_run(tmp_path / 'a'), make_run(tmp_path / 'b')
     calls = [['report', str(a)], ['report', str(a), str(b), '--out', str(tmp_path / 'both.html')]]
     code = (

@@ -1,5 +1,4 @@
-"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan, recorded
-sequences."""
+"""The parts of a page: findings, failures, starts, samples, improvement, memory and its plan, recorded sequences."""
 
 from __future__ import annotations
 
@@ -39,34 +38,34 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     found = [finding('a-note', 'note', 1), finding('late', 'error', 9), finding('soon', 'error', 3)]
     monkeypatch.setattr('chatgpt.monitor.report.runs.diagnose', lambda folder: found)
     html = part('findings', [run(make_run(tmp_path))])
-    said = texts(html)
-    order = [said.index(f'{key} &amp; co') for key in ('Soon', 'Late', 'A-note')]
+    shown = texts(html)
+    order = [shown.index(f'{key} &amp; co') for key in ('Soon', 'Late', 'A-note')]
     assert order == sorted(order)
-    assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
-    assert 'with sources' not in said  # a check of the user's own has no explanation
-    assert 'nothing wrong' not in said
+    assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in shown
+    assert 'with sources' not in shown  # a check of the user has no explanation
+    assert 'nothing wrong' not in shown
 
 
 def test_why_a_run_failed_comes_before_everything_else(tmp_path):
     folder = make_run(tmp_path, status='failed', phase=7, error='ValueError: 31 scores for 32 responses')
     html = write_report(folder).read_text()
-    said = texts(html[html.index('<main') :])
-    assert said.startswith('The run failed in phase 8. ValueError: 31 scores for 32 responses Overview')
+    shown = texts(html[html.index('<main') :])
+    assert shown.startswith('The run failed in phase 8. ValueError: 31 scores for 32 responses Overview')
 
 
-def test_every_start_is_told_and_of_many_the_first_and_the_last(tmp_path):
+def test_starts_are_listed_and_of_many_the_first_and_the_last(tmp_path):
     def start(phase: int) -> Start:
         return Start(at=f'2026-11-22T10:{phase:02}:00+00:00', phase=phase, command=['run', f'--n={phase}'])
 
     make_run(tmp_path, starts=[start(0), start(4)])
-    said = texts(part('origin', [run(tmp_path)]))
-    assert 'Started 2026-11-22 10:00 UTC run --n=0' in said
-    assert 'Resumed after phase 4 2026-11-22 10:04 UTC run --n=4' in said
+    shown = texts(part('origin', [run(tmp_path)]))
+    assert 'Started 2026-11-22 10:00 UTC run --n=0' in shown
+    assert 'Resumed after phase 4 2026-11-22 10:04 UTC run --n=4' in shown
     assert 'resumed 2026-11-22 10:04 UTC at phase 4' in texts(part('head', [run(tmp_path)], 'title'))
     make_run(tmp_path, starts=[start(i) for i in range(30)])
-    said = texts(part('origin', [run(tmp_path)]))
-    assert [int(n) for n in re.findall(r'--n=(\d+)', said)] == [0, 23, 24, 25, 26, 27, 28, 29]
-    assert '8 of 30 starts; all are in run.json' in said
+    shown = texts(part('origin', [run(tmp_path)]))
+    assert [int(n) for n in re.findall(r'--n=(\d+)', shown)] == [0, 23, 24, 25, 26, 27, 28, 29]
+    assert '8 of 30 starts; all are in run.json' in shown
 
 
 def test_the_same_prompts_stand_side_by_side(tmp_path):
@@ -85,20 +84,20 @@ def test_the_same_prompts_stand_side_by_side(tmp_path):
 
 def test_an_episode_is_shown_turn_by_turn(tmp_path):
     folder = make_run(tmp_path)
-    told = [
+    parts = [
         {'turn': '3*5', 'rewards': {'reward': 0.0}},
         {'observation': '\n<7> 15 =22\n'},
         {'turn': '7+15', 'rewards': {'right': 1.0, 'form': 0.1}},
     ]
     row = {'step': 1, 'prompt': '3 5 7 =22', 'response': 'joined', 'score': 1.1, 'ended': True, 'num_tokens': 9}
-    rows = [row | {'end': 'terminated', 'success': True, 'parts': told}]
-    rows += [row | {'step': 2, 'end': 'error', 'success': None, 'ended': False, 'parts': told[:1]}]
+    rows = [row | {'end': 'terminated', 'success': True, 'parts': parts}]
+    rows += [row | {'step': 2, 'end': 'error', 'success': None, 'ended': False, 'parts': parts[:1]}]
     write_lines(folder / 'eval_samples.jsonl', rows)
     html = part('samples', [run(folder)], 100)
-    said = texts(html)
-    assert 'turn 1 reward 0 3*5 &lt;7&gt; 15 =22 turn 2 right 1, form 0.1 7+15' in said and 'joined' not in said
-    assert 'tokens 9, terminated, success' in said and said.endswith('turn 1 reward 0 3*5 tokens 9, error')
-    assert html.count('class="text turn"') == 3 and html.count('class="text told"') == 1
+    shown = texts(html)
+    assert 'turn 1 reward 0 3*5 &lt;7&gt; 15 =22 turn 2 right 1, form 0.1 7+15' in shown and 'joined' not in shown
+    assert 'tokens 9, terminated, success' in shown and shown.endswith('turn 1 reward 0 3*5 tokens 9, error')
+    assert html.count('class="text turn"') == 3 and html.count('class="text observation"') == 1
     short = texts(part('samples', [run(folder)], 4))
     assert '7+15' not in short and '<7>' not in short
 
@@ -132,7 +131,7 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     episodes = [json.dumps(json.loads(line) | {'environment/num_turns_mean': 3.0}) for line in lines]
     (tmp_path / 'episodes').mkdir()
     (tmp_path / 'episodes' / 'metrics.jsonl').write_text('\n'.join(episodes) + '\n')
-    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # they say themselves why they ended
+    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # episodes have metrics for their ends
     write_sequences(folder, ('a', 'b', 'c', 'd'))
     found = run(folder).columns
     assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3

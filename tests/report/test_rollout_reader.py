@@ -1,4 +1,4 @@
-"""The reader of recorded sequences in a browser: filters, colours, the keyboard, and texts that are markup."""
+"""The reader of recorded sequences in a browser: filters, colours, keyboard, and texts with markup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = [NASTY, ARABIC, 'one\ntwo\tthree', 'plain words']
 
 
 def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group: int = 2) -> list[dict[str, Any]]:
-    """Through the file format, as a run's are. Token i has advantage i − 2 and the others known numbers as well."""
+    """Returns rows written to files and read back. Token i has advantage i − 2; other numbers are known too."""
     tokenizer = byte_tokenizer()
     index = 0
     for phase in range(1, num_phases + 1):
@@ -63,7 +63,7 @@ def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group:
 
 
 class Reader:
-    """A page with the reader on it, over rows in the page or over a server that filters as ours do."""
+    """A page with the reader, on rows in the page or on a server that filters as ours."""
 
     def __init__(self, context: Any, rows: list[dict[str, Any]], folder: Path, *, embedded: bool) -> None:
         self.page = context.new_page()
@@ -152,7 +152,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 @pytest.fixture
 def reader(request: Any, browser: Any, data: Any) -> Iterator[Reader]:
-    """Over rows in the page, or as the test's parameter says."""
+    """Returns a reader on rows in the page, or on the source given by the test's parameter."""
     context = browser.new_context(viewport={'width': 1200, 'height': 900})
     opened = Reader(context, data[1], data[0], embedded=getattr(request, 'param', True))
     yield opened
@@ -320,9 +320,9 @@ def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: 
     recorded(folder, ['plain words', 'other words'], num_phases=1)
     plain, other = read_rollouts(folder)
     n = len(ids)
-    told = {'turns': turns, 'end': end, 'message': message, 'success': success}
+    episode = {'turns': turns, 'end': end, 'message': message, 'success': success}
     acting = plain | {'response': ''.join(text for text, _ in TALK), 'token_ids': ids, 'mask': mask}
-    acting |= {'tokens': token_texts(tokenizer, ids), 'episode': json.dumps(told), 'entropy': None}
+    acting |= {'tokens': token_texts(tokenizer, ids), 'episode': json.dumps(episode), 'entropy': None}
     acting |= {
         name: [0.5] * n for name in ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
     }
@@ -330,7 +330,7 @@ def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: 
 
 
 @pytest.mark.parametrize(('scheme', 'width'), [('light', 390), ('dark', 1280)])
-def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
+def test_turns_and_observations_are_separate(browser, tmp_path, scheme, width):
     acted(tmp_path)
     context = browser.new_context(color_scheme=scheme, viewport={'width': width, 'height': 844})
     reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=True)
@@ -343,7 +343,7 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     facts = page.locator('.ro-facts').all_text_contents()
     assert '3 turns' in facts[0] and 'the task ended' in facts[0] and 'success' in facts[0]
     assert 'turn' not in facts[1] and facts[1].endswith('ended'), 'a response without an environment is as it was'
-    assert 'never learned from' in page.locator('.ro-legend').text_content()
+    assert 'not trained on' in page.locator('.ro-legend').text_content()
     # The policy's tokens are coloured, the environment's are not; and they have no numbers of their own.
     assert turns.locator('.ro-token[data-tint]').count() == 14 and seen.locator('.ro-token[data-tint]').count() == 0
     seen.locator('.ro-token').nth(2).click()

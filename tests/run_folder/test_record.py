@@ -34,7 +34,7 @@ def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
     assert start.machine['cores'] >= 1
 
 
-def test_a_failure_and_a_stop_are_told_apart(tmp_path):
+def test_status_after_a_failure_and_a_stop(tmp_path):
     class Fails(Callback):
         def on_phase_end(self, trainer, step, metrics):
             raise RuntimeError('the reward is gone')
@@ -112,7 +112,7 @@ def test_what_is_no_record_is_refused_by_name(tmp_path):
         with pytest.raises(ValueError, match='run.json is not'):
             RunRecord.read(tmp_path)
     t = trainer(tmp_path)
-    t.phase = 1  # goes on in this folder
+    t.phase = 1  # as if resumed in this folder
     t.fit(['a'], max_timesteps=1, update_timesteps=1)
     assert [start.phase for start in RunRecord.read(tmp_path).starts] == [1]
 
@@ -152,7 +152,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path):
 
 
 def test_half_a_surrogate_pair_is_kept(tmp_path):
-    """As a tokenizer of bytes may decode a broken emoji."""
+    """A byte tokenizer may decode an incomplete emoji to one."""
     JsonLines(tmp_path / 'samples.jsonl').append([{'step': 1, 'response': 'a\ud83d b'}])
     assert read_jsonl(tmp_path / 'samples.jsonl') == [{'step': 1, 'response': 'a\ud83d b'}]
     RunRecord(method='a\ud83d', trainer='').write(tmp_path)
@@ -160,7 +160,7 @@ def test_half_a_surrogate_pair_is_kept(tmp_path):
 
 
 def test_weights_in_4_bits_count_as_parameters():
-    """A byte of the buffer `packed` holds two of them."""
+    """A byte of the buffer `packed` holds two parameters."""
     layer = torch.nn.Linear(3, 2)
     layer.register_buffer('packed', torch.zeros(50, 1, dtype=torch.uint8))
     facts = model_facts(torch.nn.Sequential(layer))

@@ -1,4 +1,4 @@
-"""Recorded sequences in parquet: written whole or not at all, found by filters, thinned out over a limit."""
+"""Recorded sequences in parquet: atomic writes, filters, thinning at a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.monitor.run_folder.rollouts import phases_to_keep, read_rollouts, r
 
 
 def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
-    """Two response tokens, the second of which does not count."""
+    """Returns a row with two response tokens; the second is masked."""
     numbers = np.array([0.5, -1.0], dtype=np.float32)
     given = {name: numbers * (i + 1) for i, name in enumerate(rollouts.PER_TOKEN)}
     given |= {'prompt': 'A prompt', 'response': f'Answer {index}', 'mask': np.array([True, False])}
@@ -26,7 +26,7 @@ def row(phase: int, index: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Phases 1 to 3, four sequences in two groups each."""
+    """Writes phases 1 to 3 with four sequences in two groups each."""
     for phase in (3, 1, 2):
         first = 4 * (phase - 1)
         write_rollouts(tmp_path / 'rollouts', phase, [row(phase, first + i) for i in range(4)])
@@ -76,9 +76,9 @@ def test_torn_and_foreign_files_are_named_and_left_out(folder):
     torn.write_bytes(torn.read_bytes()[:100])
     pq.write_table(pa.table({'a': [1]}), inside / 'phase-00000004.parquet')
     pq.write_table(pa.table({'a': [1]}), inside / 'mine.parquet')
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         assert indices(read_rollouts(folder)) == [0, 1, 2, 3, 8, 9, 10, 11]
-    texts = sorted(str(w.message) for w in told)
+    texts = sorted(str(w.message) for w in caught)
     assert [t.split(':')[0] for t in texts] == [
         str(inside / name) for name in ('mine.parquet', 'phase-00000002.parquet', 'phase-00000004.parquet')
     ]
@@ -96,7 +96,7 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(folder, monk
     assert indices(read_rollouts(folder, [2])) == [4, 5, 6, 7]
 
 
-def test_going_on_after_a_phase_removes_the_later_ones(folder):
+def test_a_resume_removes_later_phases(folder):
     (folder / 'rollouts' / 'phase-00000009.parquet.tmp').write_text('torn')
     rollouts.begin(folder / 'rollouts', 2)
     assert sorted(p.name for p in (folder / 'rollouts').iterdir()) == [f'phase-0000000{i}.parquet' for i in (1, 2)]

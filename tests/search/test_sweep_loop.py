@@ -122,7 +122,7 @@ def test_jobs_run_side_by_side(sweep_of):
     assert max(running) == 2, 'two at a time, and never more'
 
 
-def test_a_signal_stops_all_and_the_next_call_goes_on_as_if_nothing_had_been(sweep_of, tmp_path, capsys):
+def test_a_signal_stops_all_and_the_next_call_continues(sweep_of, tmp_path, capsys):
     number = signal.SIGTERM
     whole = sweep_of({}, save_path=str(tmp_path / 'whole'))
     run_sweep(whole)
@@ -164,7 +164,7 @@ def test_a_pruned_trial_that_does_not_leave_is_killed(sweep_of, monkeypatch):
     assert [row['state'] for row in table(sweep.save_path)] == ['complete', 'pruned']
 
 
-def test_a_second_call_has_nothing_left_to_do_and_a_longer_sweep_goes_on(sweep_of, tmp_path, capsys):
+def test_a_second_call_does_nothing_and_a_longer_sweep_continues(sweep_of, tmp_path, capsys):
     sweep = sweep_of(trials=3)
     run_sweep(sweep)
     capsys.readouterr()
@@ -190,7 +190,7 @@ def test_what_a_killed_sweep_leaves_of_its_journal_is_mended(sweep_of):
 
 
 @pytest.mark.parametrize('sampler', ['tpe', 'grid'])
-def test_a_sweep_that_was_killed_at_any_line_of_its_journal_goes_on_to_the_same_end(sweep_of, tmp_path, sampler):
+def test_a_sweep_killed_at_any_line_of_its_journal_ends_the_same(sweep_of, tmp_path, sampler):
     """The journal is cut after each of its first lines, in the middle of asking and telling."""
     changes = {'sampler': sampler, 'parameters': {'lr': [1e-3, 1e-2], 'warmup_steps': [0, 1]}, 'trials': 2}
     whole = sweep_of({'steps': 1}, save_path=str(tmp_path / 'whole'), **changes)

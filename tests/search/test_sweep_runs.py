@@ -74,7 +74,7 @@ def test_the_example_of_the_page_finds_a_better_learning_rate_than_the_worst(tmp
     assert (folder / 'curves.png').read_bytes().startswith(b'\x89PNG')
 
 
-def test_of_two_sweeps_in_a_folder_one_runs_and_killed_it_leaves_no_trial_behind_and_goes_on(tmp_path):
+def test_two_sweeps_in_a_folder_and_a_killed_sweep(tmp_path):
     content = {
         'method': 'dpo',
         'metric': 'dpo/loss',

@@ -1,1 +1,1 @@
-"""The command: `chatgpt-rlhf`, or `python -m chatgpt`. What it does is elsewhere; here are its words."""
+"""The subcommands of `chatgpt-rlhf`, or `python -m chatgpt`."""

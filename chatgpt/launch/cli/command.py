@@ -1,9 +1,9 @@
-"""The command's first word: a method to train with, or another subcommand, each imported when it is asked for.
+"""The command `chatgpt-rlhf`: its first word is a method to train with, or another subcommand.
 
     chatgpt-rlhf ppo prompts.jsonl --pretrain gpt2 --reward_fn rewards.py:score
     python -m chatgpt ppo --help
 
-Left out: what the subcommands do. Nothing here waits for torch.
+A subcommand is imported when it is called. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from chatgpt.names import hint
 
 NAME = 'chatgpt-rlhf'
 ENTRY_POINTS = 'chatgpt.commands'
-"""the group of entry points in which other distributions give the modules of subcommands"""
+"""group of entry points by which other distributions add subcommands"""
 
 
 class Subcommand(NamedTuple):
     module: str
-    """with `distribution` the name of its entry point"""
+    """name of the module; with `distribution` the name of its entry point"""
     about: str
     main: str = 'main'
-    """a function of the module that reads `sys.argv` and may return an exit code"""
+    """function of the module that reads `sys.argv` and may return an exit code"""
     parser: str = 'parser'
-    """one that gives its flags, for completion; '' where there are none to complete"""
+    """function that returns the parser, for completion; '' if there is nothing to complete"""
     distribution: str = ''
-    """another one that brings the module, as an entry point of the group `ENTRY_POINTS`"""
+    """distribution that has the module as an entry point of the group `ENTRY_POINTS`; '': this one"""
 
     @property
     def entry_points(self) -> list[EntryPoint]:
-        """Of `distribution`; none where it is not installed."""
+        """Entry points of the subcommand; empty if `distribution` is not installed."""
         return list(entry_points(group=ENTRY_POINTS, name=self.module))
 
     @property
@@ -47,7 +47,7 @@ class Subcommand(NamedTuple):
         return not self.distribution or bool(self.entry_points)
 
     def load(self, name: str) -> Any:
-        """Raises ValueError where the distribution of the subcommand is not installed."""
+        """Returns an object of the module. Raises ValueError if its distribution is not installed."""
         if not self.installed:
             raise ValueError(f'{self.module} is in a package of its own: pip install {self.distribution}')
         module = self.entry_points[0].load() if self.distribution else importlib.import_module(self.module)
@@ -88,7 +88,7 @@ SUBCOMMANDS = {name: entry for group in GROUPS.values() for name, entry in group
 
 
 def called() -> str:
-    """How the user calls the command."""
+    """Returns the name by which the user has called the command."""
     return NAME if Path(sys.argv[0]).stem.startswith(NAME) else 'python -m chatgpt'
 
 
@@ -120,7 +120,7 @@ def train(name: str, argv: Sequence[str], prog: str) -> None:
     )
     settings = parse_run(cls, description=text, positional=method.positional, argv=argv, method=name, prog=prog)
     settings.fill_defaults()
-    settings.validate()  # a mistake in the settings, or in a name, does not wait for torch
+    settings.validate()  # reports mistakes in settings and names before torch is imported
     for model in (settings.base, settings.tokenizer, getattr(settings, 'reward_model', None)):
         if model is not None:
             checked_path(model)
@@ -130,7 +130,7 @@ def train(name: str, argv: Sequence[str], prog: str) -> None:
 
 
 def run(words: Sequence[str]) -> int | None:
-    """The exit code of what was asked for. Raises ValueError for a word that is no command."""
+    """Executes a command line and returns the exit code. Raises ValueError for a word that is no command."""
     name, *rest = words or ['--help']
     prog = f'{called()} {name}'
     asks_help, asks_version = name in ('-h', '--help', 'help'), name in ('version', '--version')

@@ -1,8 +1,8 @@
 """Let people compare pairs of answers in a browser and turn their judgements into preferences.
 
-    chatgpt-rlhf compare --model outputs/sft/actor --model outputs/ppo/actor --prompts prompts.jsonl --db said.sqlite
-    chatgpt-rlhf compare --db said.sqlite
-    chatgpt-rlhf compare --db said.sqlite --export preferences.jsonl
+    chatgpt-rlhf compare --model outputs/sft/actor --model outputs/ppo/actor --prompts prompts.jsonl --db judged.sqlite
+    chatgpt-rlhf compare --db judged.sqlite
+    chatgpt-rlhf compare --db judged.sqlite --export preferences.jsonl
 
 The first command generates the answers and serves the page until Ctrl-C; the second serves the pairs of the file again;
 the third writes preferences that `reward-model` and `dpo` train on. Both answers of a pair are sampled with the same
@@ -26,19 +26,17 @@ from chatgpt.monitor.compare.serving import add_server, need_server, serve
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import Store
 
-DRAWING = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top_k', 'top_p', 'greedy', 'stop_string')
+SETTINGS = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top_k', 'top_p', 'greedy', 'stop_string')
 
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s --model MODEL [--model MODEL] --prompts FILE --db FILE.sqlite')
     titles = ('the file', 'what is compared', 'responses', 'the run and the page')
-    said, asked, drawing, run = map(out.add_argument_group, titles)
-    said.add_argument(
+    db, asked, drawing, run = map(out.add_argument_group, titles)
+    db.add_argument(
         '--db', required=True, metavar='FILE', help='SQLite file of the judgements; created if it does not exist'
     )
-    said.add_argument(
-        '--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop'
-    )
+    db.add_argument('--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop')
     asked.add_argument(
         '--model',
         action='append',
@@ -67,7 +65,7 @@ def parser() -> Parser:
     asked.add_argument(
         '--annotators_per_pair', type=int, metavar='K', help='number of people who judge each pair (default: 1)'
     )
-    generate.add_drawing(drawing)
+    generate.add_sampling(drawing)
     add_strategy(run)
     add_server(run)
     return out
@@ -84,7 +82,7 @@ def main() -> None:
 
 
 def export(args: Any) -> None:
-    """Write the preferences of --db."""
+    """Writes the preferences of --db."""
     with Store(args.db, create=False) as store:
         rows, num_left = store.preferences()
         if not rows:
@@ -94,16 +92,15 @@ def export(args: Any) -> None:
             Path(args.export).write_text(text, encoding='utf-8')
         except OSError as error:
             raise ValueError(f'cannot write --export {args.export}: {error.strerror}') from None
-        told = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']
-        print('\n'.join([*told, *lines(summarize(store))]))
+        note = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']
+        print('\n'.join([*note, *lines(summarize(store))]))
 
 
 def prepared(args: Any) -> Store:
-    """The store of --db with all its answers, made now where they are missing.
+    """Returns the store of --db with all its responses; generates missing ones.
 
     Raises:
-        ValueError: flags that do not fit together; a file that holds something else than they ask for, with what
-            differs.
+        ValueError: for flags that exclude each other, or a --db with other settings; names the difference.
     """
     if world_size_from_env() > 1:
         raise ValueError('compare is one process: start it with python, not with a launcher')
@@ -146,7 +143,7 @@ def _check(args: Any) -> None:
         raise ValueError(f'there is no {args.db} yet: give --model and --prompts, or --answers, to make it')
     if len(args.model) == 1 and args.greedy:
         raise ValueError('--greedy gives one and the same answer twice: give a second --model, or leave it out')
-    generate.check_drawing(args)
+    generate.check_sampling(args)
     for model in args.model if args.apply_chat_template else ():
         _tokenizer(args, model)
     vars(args).update(generate.flags_or_defaults(args))  # the same for both models
@@ -162,7 +159,7 @@ def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[s
 
 
 def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
-    """Prompts as records, settings that a file is bound to, and the answers where they are made already."""
+    """Returns prompts as records, the settings that a store cannot change, and existing responses."""
     made: list[list[str]] = []
     if args.answers:
         records, made = read_answers(args.answers, args.apply_chat_template)
@@ -171,7 +168,7 @@ def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[st
     elif args.model:
         records = read_prompts(args.prompts, args.apply_chat_template)
         names = args.model if len(args.model) == 2 else ['the first sample', 'the second sample']
-        bound = {'models': args.model} | {name: getattr(args, name) for name in DRAWING}
+        bound = {'models': args.model} | {name: getattr(args, name) for name in SETTINGS}
     else:
         return [], {}, []
     names = list(names) if names[0] != names[1] else [f'{names[0]} (1)', f'{names[1]} (2)']
@@ -193,7 +190,7 @@ def _check_same(db: str, there: dict[str, Any], asked: dict[str, Any]) -> None:
 
 
 def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dict[str, Any]]:
-    """The prompts of a file as records for the loaders of `chatgpt.data`. Raises ValueError, with file and line."""
+    """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
     from chatgpt.data.loading import load_examples
 
     source: Any = path
@@ -207,8 +204,7 @@ def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dic
 def read_answers(
     paths: Sequence[str], apply_chat_template: bool | None = None
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Prompts as records, and the answers to each of both sides. Raises ValueError for files that do not go
-    together."""
+    """Returns prompts as records, and the responses of both sides. Raises ValueError if the prompts differ."""
     from chatgpt.data.examples import BadRecord
     from chatgpt.data.reading import read_records
     from chatgpt.data.shapes import prompt_of
@@ -233,7 +229,7 @@ def read_answers(
 
 
 def _record(prompt: Any, apply_chat_template: bool | None) -> dict[str, Any]:
-    """A prompt as a record that reads as it is formatted: with `apply_chat_template`, text is a turn of the user."""
+    """Returns a prompt as a record; with `apply_chat_template` text becomes a turn of the user."""
     from chatgpt.data.examples import Instruction
     from chatgpt.data.formats import prompt_turns
 
@@ -245,7 +241,7 @@ def _record(prompt: Any, apply_chat_template: bool | None) -> dict[str, Any]:
 
 
 def _shown(record: dict[str, Any]) -> str:
-    """A prompt for people's eyes."""
+    """Returns the text of a prompt, as the page shows it."""
     prompt = record.get('prompt', record.get('instruction', ''))
     if isinstance(prompt, str):
         return '\n\n'.join(filter(None, [prompt, record.get('input', '')]))
@@ -255,7 +251,7 @@ def _shown(record: dict[str, Any]) -> str:
 
 
 def _tokenizer(args: Any, model: str) -> Any:
-    """Of a model, with the choice of text noted. Raises ValueError where it has no template and one is asked for."""
+    """Returns a model's tokenizer with --apply_chat_template noted. Raises ValueError if a template is missing."""
     from chatgpt.data.formats import choose_text
     from chatgpt.nn.loading import load_tokenizer
 
@@ -265,7 +261,7 @@ def _tokenizer(args: Any, model: str) -> Any:
 
 
 def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
-    """Answers of one side; the second side draws with the seed after --seed."""
+    """Generates the responses of a side; the second side samples with --seed + 1."""
     from chatgpt.data import load_prompts
     from chatgpt.launch.inputs import quiet_transformers
 
@@ -276,7 +272,7 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     options.seed, options.reward_model = args.seed + side, None
     tokenizer = _tokenizer(args, model)
     prompts = load_prompts(records, tokenizer)
-    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.DRAWN}
+    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING}
     with strategy_of(args) as strategy:
         actor = strategy.prepare(generate.load_actor(options, strategy))
         sampling, stops = generate.sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
@@ -286,7 +282,7 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
 
 
 def margins(args: Any, store: Store) -> list[float | None]:
-    """s_a − s_b of each pair by --reward_model, on tokens as its training has them; None with an empty answer."""
+    """Returns s_a − s_b of each pair by --reward_model, tokenized as in its training; None for an empty response."""
     from chatgpt.data import load_preferences
     from chatgpt.launch.inputs import quiet_transformers
     from chatgpt.nn import RewardModel

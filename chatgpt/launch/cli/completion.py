@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """All subcommands as one tree. A value without choices completes to files."""
+    """Returns one parser with all subcommands. A value without choices completes to files."""
     import shtab
 
     from chatgpt.launch.cli.command import NAME, SUBCOMMANDS
@@ -48,7 +48,7 @@ def whole_parser() -> argparse.ArgumentParser:
             parsers[name] = entry.about, entry.load(entry.parser)() if entry.parser else Parser(add_help=False)
     for name, (about, flags) in parsers.items():
         for action in tree.add_parser(name, help=about, parents=[flags], add_help=False)._actions:
-            values = re.match(r'{([^}:]+)}', str(action.metavar))  # the one place that words the values of a flag
+            values = re.match(r'{([^}:]+)}', str(action.metavar))  # `metavar_of` writes choices as {a,b}
             if not action.choices and values:
                 action.choices = values[1].split(',')
             elif not action.choices and action.dest == 'method':

@@ -15,7 +15,7 @@ from chatgpt.launch.arguments import Parser
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:
-    """['prompt=question_text'] as {'prompt': 'question_text'}."""
+    """Converts ['prompt=question_text'] to {'prompt': 'question_text'}."""
     for pair in pairs:
         if '=' not in pair:
             raise ValueError(f'--columns {pair}: give known_name=name_in_the_file, for example prompt=question_text')

@@ -40,20 +40,20 @@ def main() -> int:
     if not args.runs:
         flags.error('the following arguments are required: RUN')
     runs = [RunFolder(path) for path in args.runs]
-    ill = False
+    has_problems = False
     for run in runs:
         findings = worst_first(diagnose(run))
-        ill = ill or any(f.level != 'note' for f in findings)
+        has_problems = has_problems or any(f.level != 'note' for f in findings)
         if args.json:
             for f in findings:
                 print(json.dumps({'run': str(run.path), 'step': f.step, **f.row()}, ensure_ascii=False))
             continue
-        told = f'{len(findings)} finding{"s" * (len(findings) != 1)}' if findings else 'no findings'
+        count = f'{len(findings)} finding{"s" * (len(findings) != 1)}' if findings else 'no findings'
         error = (run.record.error or 'no reason known').strip() if run.record and run.record.status == 'failed' else ''
         failed = f'; the run failed: {error.splitlines()[0]}' if error else ''
-        print(f'{run.path}: {told} in {run.phase} phase{"s" * (run.phase != 1)}{failed}')
+        print(f'{run.path}: {count} in {run.phase} phase{"s" * (run.phase != 1)}{failed}')
         if run.record is None:
             print('(there is no run.json: checks that need settings, sizes or data were left out)')
         for f in findings:
             print(f'\n{f.text()}')
-    return int(ill)
+    return int(has_problems)

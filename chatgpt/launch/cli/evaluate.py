@@ -23,13 +23,13 @@ from chatgpt.launch.arguments import Parser, add_flag, add_strategy, load_functi
 from chatgpt.launch.cli.generate import (
     add_model,
     add_template,
-    in_our_words,
+    default_new_tokens,
     load_actor,
     output_file,
     read_prompts,
     reward_model_of,
-    room,
     take_words,
+    to_our_flags,
     tokenizer_of,
 )
 from chatgpt.launch.config_values import number
@@ -118,7 +118,7 @@ RULES = [
 
 @dataclass
 class Model:
-    """What `PromptEvaluation` looks at of a trainer."""
+    """The part of a trainer that `PromptEvaluation` uses."""
 
     strategy: Any
     tokenizer: Any
@@ -132,7 +132,7 @@ class Model:
 
 def main() -> None:
     out = parser()
-    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
+    args = take_words(out, out.parse_args(to_our_flags(sys.argv[1:], out)), 'input')
     check(args, RULES)
     from chatgpt.data.prompts import tasks_without_prompts
     from chatgpt.environments import EnvironmentSettings, find_environment
@@ -170,7 +170,7 @@ def main() -> None:
         print(f"scored by {args.reward_fn or args.reward_model} in place of the environment's rewards", file=sys.stderr)
     with output_file(args) as output, strategy_of(args) as strategy:
         reward = function or EnvironmentScorer()
-        if args.reward_model is not None:  # which may read other tokens than the policy
+        if args.reward_model is not None:  # its tokenizer may differ from the policy's
             reward = reward_model_of(args, strategy, tokenizer)
         actor = strategy.prepare(load_actor(args, strategy))
         drawing = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
@@ -182,7 +182,7 @@ def main() -> None:
             seed=args.seed,
             environment=environment,
             environment_settings=settings,
-            max_new_tokens=args.max_new_tokens or room(strategy.unwrap(actor).config, prompts, opening),
+            max_new_tokens=args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
             stop_strings=args.stop_string,
             **drawing,
         )

@@ -32,7 +32,7 @@ BATCH = 64
 
 
 def parser(*, chats: bool | None = False) -> Parser:
-    """`chats`: True takes no prompts, False only prompts, None is a chat where there are none."""
+    """Returns the parser. `chats`: True: takes no prompts; False: needs prompts; None: without prompts it is a chat."""
     out = Parser(description=__doc__, usage='%(prog)s MODEL [--name value ...]')
     if chats is False:
         out.usage = '%(prog)s MODEL PROMPT_OR_FILE [--name value ...]'
@@ -47,7 +47,7 @@ def parser(*, chats: bool | None = False) -> Parser:
         )
         run.add_argument('--output', help='jsonl file to write prompts and responses to')
     add_template(prompts, 'prompts in text are turns of the user')
-    add_drawing(drawing, "the model's generation_config, else {}")
+    add_sampling(drawing, "the model's generation_config, else {}")
     if not chats:
         drawing.add_argument(
             '--best_of',
@@ -61,7 +61,7 @@ def parser(*, chats: bool | None = False) -> Parser:
 
 
 def add_template(group: Any, text: str) -> None:
-    """The flag that chooses whether text is a turn of the user, and its opposite."""
+    """Adds --apply_chat_template and --no_apply_chat_template."""
     group.add_argument(
         '--apply_chat_template',
         action='store_true',
@@ -76,13 +76,13 @@ def add_template(group: Any, text: str) -> None:
     )
 
 
-DRAWN = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
-"""how responses are drawn unless flags or the model say otherwise"""
+SAMPLING = {'temperature': 0.7, 'top_k': 0, 'top_p': 0.95}
+"""sampling parameters without flags and without a generation_config of the model"""
 
 
-def add_drawing(group: Any, default: str = '{}') -> None:
-    """The flags of `sampling_of`. `default`: says what holds without a flag, with the entry of `DRAWN` in braces."""
-    shown = {name: f'(default: {default.format(value)})' for name, value in DRAWN.items()}
+def add_sampling(group: Any, default: str = '{}') -> None:
+    """Adds the flags of `sampling_of`. `default`: text of the default, {} becomes the value in `SAMPLING`."""
+    shown = {name: f'(default: {default.format(value)})' for name, value in SAMPLING.items()}
     group.add_argument(
         '--max_new_tokens',
         type=int,
@@ -110,7 +110,7 @@ def add_drawing(group: Any, default: str = '{}') -> None:
 
 
 def add_model(group: Any) -> None:
-    """The flags of `load_actor`."""
+    """Adds the flags of `load_actor`."""
     group.add_argument('--pretrain', help='hub name or folder of the model, instead of the first word')
     group.add_argument(
         '--weights',
@@ -130,7 +130,7 @@ def add_model(group: Any) -> None:
 
 
 def take_words(out: Parser, args: Any, second: str | None) -> Any:
-    """The plain words as the flags that they stand for: --pretrain, then `second`."""
+    """Sets --pretrain and then `second` from the plain words."""
     for name in ('pretrain', second):
         if name is None or not args.words:
             continue
@@ -143,9 +143,8 @@ def take_words(out: Parser, args: Any, second: str | None) -> Any:
     return args
 
 
-def in_our_words(argv: Sequence[str], out: Parser) -> list[str]:
-    """Flags that other programs, and this one before, call otherwise. Says so, for one of them means another thing in
-    training."""
+def to_our_flags(argv: Sequence[str], out: Parser) -> list[str]:
+    """Replaces other programs' and earlier names of flags, with a warning: one has another meaning in training."""
     known = [name.lstrip('-') for action in out._actions for name in action.option_strings]
     words = []
     for word in argv:
@@ -168,7 +167,7 @@ def chat_main() -> None:
 
 def main(chats: bool | None = False) -> None:
     out = parser(chats=chats)
-    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), None if chats else 'input')
+    args = take_words(out, out.parse_args(to_our_flags(sys.argv[1:], out)), None if chats else 'input')
     for name in ('input', 'output', 'reward_model') if chats else ():
         setattr(args, name, None)
     if chats:
@@ -185,7 +184,7 @@ def main(chats: bool | None = False) -> None:
         raise ValueError('--best_of draws several responses, and --greedy gives the same one each time: give one')
     if args.output and not args.input:
         raise ValueError('--output needs --input: a chat is not written down')
-    check_drawing(args)
+    check_sampling(args)
     quiet_transformers()
     tokenizer = tokenizer_of(args)
     prompts = read_prompts(args.input, tokenizer) if args.input else None
@@ -194,9 +193,9 @@ def main(chats: bool | None = False) -> None:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
         bare = strategy.unwrap(actor)
-        drawing, told = drawing_of(args, bare)
+        drawing, note = sampling_settings(args, bare)
         if strategy.is_rank_0:
-            print(told, file=sys.stderr, flush=True)
+            print(note, file=sys.stderr, flush=True)
         sampling, stops = sampling_of(args, bare, tokenizer, prompts, drawing)
         with strategy.full_model(actor) as policy:
             if prompts is None:
@@ -205,13 +204,13 @@ def main(chats: bool | None = False) -> None:
                 write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
 
 
-def check_drawing(args: Any) -> None:
-    """Raises ValueError for flags of `add_drawing` that cannot be, before anything is loaded."""
+def check_sampling(args: Any) -> None:
+    """Raises ValueError for invalid flags of `add_sampling`, before anything is loaded."""
     from chatgpt.rollout import SamplingParams
 
     if args.temperature == 0:
         raise ValueError('--temperature 0 is --greedy: give that instead')
-    for name in DRAWN if args.greedy else ():
+    for name in SAMPLING if args.greedy else ():
         if getattr(args, name) is not None:
             raise ValueError(f'--greedy takes the likeliest token, so --{name} changes nothing: give one of them')
     SamplingParams(
@@ -223,36 +222,37 @@ def check_drawing(args: Any) -> None:
 
 
 def flags_or_defaults(args: Any) -> dict[str, Any]:
-    """`DRAWN`, with the flags that were given."""
-    return {name: value if getattr(args, name) is None else getattr(args, name) for name, value in DRAWN.items()}
+    """Returns `SAMPLING`, updated with the given flags."""
+    return {name: value if getattr(args, name) is None else getattr(args, name) for name, value in SAMPLING.items()}
 
 
-def drawing_of(args: Any, actor: Any) -> tuple[dict[str, Any], str]:
-    """How responses are drawn: by flags, else by the model's generation_config, else by `DRAWN`; and a line that says
-    which."""
+def sampling_settings(args: Any, actor: Any) -> tuple[dict[str, Any], str]:
+    """Returns the sampling parameters, from flags, the model's generation_config or `SAMPLING` in this order,
+    and a line that shows them."""
     stored = getattr(getattr(actor, 'model', None), 'generation_config', None)
-    own = stored.to_diff_dict() if stored is not None else {}  # what differs from the defaults of transformers
-    own = {name: own[name] for name in (*DRAWN, 'do_sample') if own.get(name) is not None}
-    given = {name: getattr(args, name) for name in DRAWN if getattr(args, name) is not None}
+    own = stored.to_diff_dict() if stored is not None else {}  # values that differ from the defaults of transformers
+    own = {name: own[name] for name in (*SAMPLING, 'do_sample') if own.get(name) is not None}
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     greedy = args.greedy or own.get('do_sample') is False and not given and args.best_of == 1
     if greedy:
         source = '--greedy' if args.greedy else "the model's generation_config"
         return {'do_sample': False}, f'responses are the likeliest tokens ({source})'
-    base = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own if any(name in own for name in DRAWN) else DRAWN
-    drawing = {name: base[name] for name in DRAWN} | given
-    shown = ', '.join(f'{name} {drawing[name]:g}' for name in DRAWN if name != 'top_k' or drawing[name])
+    base = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own if any(name in own for name in SAMPLING) else SAMPLING
+    drawing = {name: base[name] for name in SAMPLING} | given
+    shown = ', '.join(f'{name} {drawing[name]:g}' for name in SAMPLING if name != 'top_k' or drawing[name])
     sources = ['flags'] if given else []
-    if len(given) < len(DRAWN):
-        sources.append('defaults of this command' if base is DRAWN else "the model's generation_config")
+    if len(given) < len(SAMPLING):
+        sources.append('defaults of this command' if base is SAMPLING else "the model's generation_config")
     return drawing, f'responses are drawn with {shown} ({", ".join(sources)})'
 
 
 def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, drawing: dict[str, Any]) -> Any:
-    """Sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
+    """Returns the sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
     from chatgpt.rollout.sampling import sampling_for
 
     keywords = {
-        'max_new_tokens': args.max_new_tokens or (None if args.max_length else room(actor.config, prompts)),
+        'max_new_tokens': args.max_new_tokens
+        or (None if args.max_length else default_new_tokens(actor.config, prompts)),
         'max_length': args.max_length,
         'min_new_tokens': args.min_new_tokens,
         **drawing,
@@ -261,12 +261,12 @@ def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, drawing: di
     return sampling_for(actor, tokenizer, keywords)
 
 
-def room(config: Any, prompts: Any, opening: int = 0) -> int:
-    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of
-    it; in an environment 256.
+def default_new_tokens(config: Any, prompts: Any, opening: int = 0) -> int:
+    """Returns the default of max_new_tokens: 128, in an environment 256, or less if the longest prompt (in a chat half
+    of the context) leaves less of the context.
 
     Args:
-        opening: tokens before the first turn in an environment; 0 where there is none.
+        opening: tokens before the first turn in an environment; 0 without one.
     """
     from chatgpt.launch.runs import EPISODE_TOKENS
     from chatgpt.nn.layouts import longest_side, remaining_positions
@@ -279,7 +279,7 @@ def room(config: Any, prompts: Any, opening: int = 0) -> int:
 
 
 def tokenizer_of(args: Any) -> Any:
-    """The tokenizer of the flags, for the model of the flags, with the choice of text noted."""
+    """Returns the tokenizer of the flags, with --apply_chat_template noted."""
     from chatgpt.data.formats import choose_text, note_model
     from chatgpt.nn.loading import load_config, load_tokenizer
 
@@ -307,7 +307,7 @@ def load_actor(args: Any, strategy: Any) -> Any:
 
 
 def read_prompts(source: str, tokenizer: Any) -> Any:
-    """A file's prompts, or the text itself as the only one."""
+    """Returns the prompts of a file, or `source` itself as the only prompt."""
     from chatgpt.data import load_prompts
     from chatgpt.data.reading import BadRecordError, without_remedy
 
@@ -327,7 +327,7 @@ def read_prompts(source: str, tokenizer: Any) -> Any:
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
-    """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
+    """Yields rows of prompt and response, batch by batch. Each rank generates its share; all ranks yield all rows."""
     from chatgpt.rollout import BestOfN
     from chatgpt.rollout.registry import engine_for
     from chatgpt.rollout.stop import write_texts
@@ -359,7 +359,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
 
 
 def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
-    """The scorer of --reward_model; one that reads other tokens than the policy is given the texts."""
+    """Returns the scorer of --reward_model; it scores texts if its tokenizer differs from the policy's."""
     from chatgpt.launch.inputs import reward_model_inputs
     from chatgpt.nn import RewardModel
     from chatgpt.trainer.experience.scorers import RewardModelScorer
@@ -371,7 +371,7 @@ def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
 
 
 def output_file(args: Any) -> Any:
-    """The file of --output, opened before anything is generated; None without, and on all ranks but the first."""
+    """Opens the file of --output before anything is generated; None without --output, and on ranks other than 0."""
     if not args.output or os.environ.get('RANK', '0') != '0':
         return nullcontext()
     path = Path(args.output)
@@ -402,12 +402,12 @@ def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     print(f'{count} responses written to {output.name}')
 
 
-# ---------------------------------------------------------------------- a dialogue in the terminal
+# ---------------------------------------------------------------------- chat in the terminal
 
 
 def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> None:
-    """Turn by turn. With a chat template the model sees the whole dialogue; without one, or where it was trained on
-    text as it is, only the text so far."""
+    """Runs a chat. With a chat template the prompt is the conversation in that template; without one, or if the model
+    was trained on plain text, it is the text so far."""
     from chatgpt.data.formats import check_template, shown_format, text_choice
 
     templated = bool(tokenizer.chat_template) and text_choice(tokenizer) is not False
@@ -420,34 +420,34 @@ def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> N
     print(f'chatting with {args.pretrain}; Ctrl-C ends an answer, /new begins anew, Ctrl-D ends', flush=True)
     while True:
         try:
-            said = input('> ')
+            message = input('> ')
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print()
             continue
-        if said.strip() == '/new':
+        if message.strip() == '/new':
             turns, text = [], ''
             continue
-        if not said.strip():
+        if not message.strip():
             continue
-        turns.append({'role': 'user', 'content': said})
+        turns.append({'role': 'user', 'content': message})
         text = (
             tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             if templated
-            else text + said
+            else text + message
         )
-        reply = speak(policy, tokenizer, text, sampling, stops, args.seed, number, templated=templated)
+        reply = stream_reply(policy, tokenizer, text, sampling, stops, args.seed, number, templated=templated)
         number += 1
         turns.append({'role': 'assistant', 'content': reply})
         text += reply
 
 
-def speak(
+def stream_reply(
     policy: Any, tokenizer: Any, text: str, sampling: Any, stops: Any, seed: int, index: int, *, templated: bool
 ) -> str:
-    """Print a response as it comes; what was said until its end, or until Ctrl-C."""
+    """Prints a response token by token and returns its text, up to its end or Ctrl-C."""
     import torch
 
     from chatgpt.data.tokenize import cut_left, prompt_ids
@@ -455,24 +455,24 @@ def speak(
     from chatgpt.rollout import stream_tokens
 
     ids = prompt_ids(text, tokenizer, templated=templated) or [tokenizer.bos_token_id]
-    room = remaining_positions(policy.config, sampling.room(0))
-    if room is not None:
-        room = max(room, 1)
-        ids = cut_left(ids, room, tokenizer) if len(ids) > room else ids  # what was said long ago is forgotten
-    said: list[int] = []
+    num_positions = remaining_positions(policy.config, sampling.room(0))
+    if num_positions is not None:
+        num_positions = max(num_positions, 1)
+        ids = cut_left(ids, num_positions, tokenizer) if len(ids) > num_positions else ids  # drops the oldest tokens
+    tokens: list[int] = []
     shown = whole = ''
     try:
         for token in stream_tokens(policy, torch.tensor(ids), sampling, seed=seed, index=index):
-            said.append(token)
-            whole = tokenizer.decode(said, skip_special_tokens=True)
-            sure = whole if stops is None else stops.settled(whole, stops.start(said))
-            # half of a character, or of a stop string: wait for the rest
+            tokens.append(token)
+            whole = tokenizer.decode(tokens, skip_special_tokens=True)
+            sure = whole if stops is None else stops.settled(whole, stops.start(tokens))
+            # An incomplete character, or the start of a stop string, is not printed yet.
             if not whole.endswith('\ufffd') and len(sure) > len(shown):
                 sys.stdout.write(sure[len(shown) :])
                 sys.stdout.flush()
                 shown = sure
     except KeyboardInterrupt:
         pass
-    reply = whole if stops is None else stops.text_of(said)
+    reply = whole if stops is None else stops.text_of(tokens)
     print(reply[len(shown) :], flush=True)
     return reply

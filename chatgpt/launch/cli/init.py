@@ -27,7 +27,7 @@ GLAD = {'glad', 'happy', 'merry', 'proud', 'played', 'danced', 'laughed', 'flowe
 
 
 def score(prompts, responses, **columns):
-    """How many different cheerful words a response has, less a bit for its length."""
+    """Returns the number of different cheerful words, minus a penalty for length."""
     return [len(GLAD & set(text.split())) - 0.02 * len(text.split()) for text in responses]
 '''
 NUM_ROWS = 400
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Texts of the files beside a config, by name, and the settings that use them."""
+    """Returns the texts of the files beside a config, by name, and the settings that use them."""
     from chatgpt.launch import demo_world
     from chatgpt.launch.runs import EMBEDDED, PPORun, PreferenceRun, RewardRun, run_class
 
@@ -90,7 +90,7 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def config_text(method: str, own: dict[str, Any], start: str) -> str:
-    """YAML with every common option of a method, as `own`, the method or the class sets it; comments from the class."""
+    """Returns YAML with every common option of a method; values are from `own`, the method or the class."""
     from chatgpt.launch.config_file import option_text, presets_of
     from chatgpt.launch.runs import run_class
 

@@ -19,7 +19,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chatgpt.launch.arguments import Parser
-from chatgpt.monitor.run_folder.parting import Compared, Parting, compare_metrics, compare_rollouts, parting_of_state
+from chatgpt.monitor.run_folder.differences import (
+    Compared,
+    Difference,
+    compare_metrics,
+    compare_rollouts,
+    compare_states,
+)
 from chatgpt.monitor.run_folder.reading import RunFolder
 
 if TYPE_CHECKING:
@@ -45,20 +51,22 @@ def main() -> int:
             f'{a.path} and {b.path} have no phase in common, in metrics.jsonl, rollouts/ or {CHECKPOINTS}/: give two '
             'runs of which each has finished a phase'
         )
-    told = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace('1 phases', '1 phase')
-    partings = [part.parting for part in found.values() if part.parting is not None]
-    if not partings:
-        print(f'the same: {told} compared')
+    compared = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace(
+        '1 phases', '1 phase'
+    )
+    differences = [part.difference for part in found.values() if part.difference is not None]
+    if not differences:
+        print(f'the same: {compared} compared')
         return 0
-    print(f'different: {told} compared, and they part in')
-    # Within a phase sequences come first, then what is learned from them: the cause stands above its effects.
-    for parting in sorted(partings, key=lambda p: p.phase):
-        print(f'  {parting}')
+    print(f'different: {compared} compared, and they differ in')
+    # In a phase sequences come before metrics and weights, so that a cause is above its effects.
+    for difference in sorted(differences, key=lambda p: p.phase):
+        print(f'  {difference}')
     return 1
 
 
 def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
-    """What two runs have in common, by its kind, in the order in which a phase makes it."""
+    """Compares two runs, by kind of data, in the order in which a phase writes it."""
     return {
         'rollouts': compare_rollouts(a, b),
         'metrics': compare_metrics(a, b),
@@ -68,9 +76,9 @@ def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
 
 
 def compare_saved(
-    a: RunFolder, b: RunFolder, parting_of: Callable[[int, CheckpointReader, CheckpointReader], Parting | None]
+    a: RunFolder, b: RunFolder, compare_phase: Callable[[int, CheckpointReader, CheckpointReader], Difference | None]
 ) -> Compared:
-    """Checkpoints of the same phase."""
+    """Compares the checkpoints of the phases that both runs have."""
     from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
 
     common = sorted(set(_saved(a)) & set(_saved(b)))
@@ -79,25 +87,25 @@ def compare_saved(
             CheckpointReader(step_folder(a.path / CHECKPOINTS, phase)) as one,
             CheckpointReader(step_folder(b.path / CHECKPOINTS, phase)) as other,
         ):
-            if (parting := parting_of(phase, one, other)) is not None:
-                return Compared(len(common), parting)
+            if (difference := compare_phase(phase, one, other)) is not None:
+                return Compared(len(common), difference)
     return Compared(len(common), None)
 
 
-def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
+def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Difference | None:
     from chatgpt.strategies.checkpoint.parting import compare_checkpoints
 
-    parting = compare_checkpoints(one, other)
-    if parting is None:
+    difference = compare_checkpoints(one, other)
+    if difference is None:
         return None
-    element = '' if parting.element is None else str(list(parting.element))
-    more = f', and {parting.elements - 1} more of its elements' if parting.elements > 1 else ''
-    more += f', in {parting.tensors} tensors' if parting.tensors > 1 else ''
-    return Parting(phase, 'weights', parting.tensor + element, parting.values, more)
+    element = '' if difference.element is None else str(list(difference.element))
+    more = f', and {difference.elements - 1} more of its elements' if difference.elements > 1 else ''
+    more += f', in {difference.tensors} tensors' if difference.tensors > 1 else ''
+    return Difference(phase, 'weights', difference.tensor + element, difference.values, more)
 
 
-def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Parting | None:
-    return parting_of_state(phase, one.json()['trainer'], other.json()['trainer'])
+def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Difference | None:
+    return compare_states(phase, one.json()['trainer'], other.json()['trainer'])
 
 
 def _saved(run: RunFolder) -> list[int]:
@@ -107,7 +115,7 @@ def _saved(run: RunFolder) -> list[int]:
 
 
 def hash_of(run: RunFolder) -> tuple[int, str] | None:
-    """Phase and SHA-256 of the weights in the run's last checkpoint; None where it has none."""
+    """Returns phase and SHA-256 of the weights in the run's last checkpoint; None without a checkpoint."""
     from chatgpt.strategies.checkpoint import CheckpointReader, step_folder
     from chatgpt.strategies.checkpoint.parting import weights_hash
 

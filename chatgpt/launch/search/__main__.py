@@ -26,7 +26,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; 1 where no trial is complete; 130 or 143 after a signal."""
+    """Returns the exit code: 0; 1 if no trial is complete; 130 or 143 after a signal."""
     args = parser().parse_args(argv)
     if args.jobs < 1:
         raise ValueError(f'--jobs={args.jobs} must be at least 1')

@@ -1,4 +1,4 @@
-"""A sweep from its file: what is run, what varies, what is looked for. Everything is checked here, before any trial."""
+"""Reads and checks the file of a sweep, before any trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chatgpt.launch.config_values import flat, options_of, read_file
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.runs import run_class
 from chatgpt.launch.search.study import PRUNERS, SAMPLERS, Sweep, distribution, made, need_optuna, points
-from chatgpt.launch.theirs import in_our_words, meet, their_settings
+from chatgpt.launch.theirs import check_processes, their_settings, to_our_settings
 from chatgpt.names import hint, ours
 
 DIRECTIONS = {'maximize': 'maximize', 'max': 'maximize', 'minimize': 'minimize', 'min': 'minimize'}
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, Any] = {'config': {}, 'trials': None, 'seed': 42, 'sampler':
 DEFAULTS |= {'launch': {}, 'save_path': 'outputs/sweep'}
 NUM_TRIALS = 20
 OF_ONE_RUN = ('model_path', 'push_to_hub', 'resume', 'plan', 'method')
-"""settings that would be the same place for all trials"""
+"""settings that all trials would share"""
 LAUNCH = (
     *('launcher', 'num_workers', 'cpus_per_worker', 'gpus_per_worker', 'address', 'placement', 'wait_s'),
     'max_failures',
@@ -35,12 +35,12 @@ STRATEGIES = ('choice', 'uniform', 'loguniform', 'quniform', 'int', 'randint')
 
 
 def read_sweep(path: str | Path, *, launcher: str | None = None) -> Sweep:
-    """The sweep of a YAML, JSON or .conf file. `launcher` takes precedence over the file's.
+    """Returns the sweep of a YAML, JSON or .conf file. `launcher` takes precedence over the file's.
 
     Raises:
-        ValueError: an unknown key (with the nearest), a missing one, a value out of range, a parameter or a value that
-            the method's run does not take.
-        ImportError: Optuna is missing; names the command that installs it.
+        ValueError: for an unknown key (names the nearest), a missing one, a value out of range, or a parameter or value
+            that the method's run does not take.
+        ImportError: if Optuna is not installed; names the command that installs it.
     """
     need_optuna()
     content = read_file(path)
@@ -75,7 +75,7 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
     for name, classes in (('sampler', SAMPLERS), ('pruner', PRUNERS)):  # `tpe`, or {name: tpe, n_startup_trials: 5}
         options = dict(given[name]) if isinstance(given[name], Mapping) else {'name': given[name]}
         given[name] = known(name, options.pop('name', None), classes), options
-        seed: dict[str, Any] = {'seed': 0} if name == 'sampler' else {}  # which the arguments then cannot have
+        seed: dict[str, Any] = {'seed': 0} if name == 'sampler' else {}  # so that `seed` among the options is an error
         made(name, *given[name], **seed)
     fixed = {key: given[key] for key in (*REQUIRED, 'seed', 'config', 'sampler')}
     given['parameters'] = _spaces(given['parameters'], given['method'])
@@ -116,14 +116,14 @@ def _spaces(given: Any, method: str) -> dict[str, Any]:
 
 
 def space_of(given: Any, *, whole: bool) -> Any:
-    """The Optuna distribution that a sweep's file gives, as `[8, 16]`, `{min: 0, max: 1}` or in the form of trlX's
+    """Returns the Optuna distribution of a parameter, given as `[8, 16]`, `{min: 0, max: 1}` or in the form of trlX's
     sweeps, `{strategy: loguniform, values: [1.0e-5, 1.0e-3]}`.
 
     Args:
         whole: the setting takes whole numbers only.
 
     Raises:
-        ValueError: it is no list and has no `values` or `min` and `max`, or they do not fit the strategy.
+        ValueError: if it is no list and has neither `values` nor `min` and `max`, or they do not fit the strategy.
     """
     given = {'values': given} if isinstance(given, list) else given
     if not isinstance(given, Mapping):
@@ -146,7 +146,10 @@ def space_of(given: Any, *, whole: bool) -> Any:
             raise ValueError(f'{name}={value!r} is no number, and a range needs min and max')
     if strategy == 'quniform' and step is None:
         raise ValueError('quniform needs a step: values: [low, high, step]')
-    log, high = given.get('log', strategy == 'loguniform'), high - (strategy == 'randint')  # as numpy and Ray have it
+    log, high = (
+        given.get('log', strategy == 'loguniform'),
+        high - (strategy == 'randint'),
+    )  # randint excludes its end, as in numpy and Ray
     if not whole and strategy not in ('int', 'randint'):
         return distribution('Float', low, high, log, step)
     if any(value != int(value) for value in (low, high, step or 1)):
@@ -155,13 +158,13 @@ def space_of(given: Any, *, whole: bool) -> Any:
 
 
 def check_runs(sweep: Sweep) -> None:
-    """See that the method's run takes the settings, at both ends of each space.
+    """Checks the settings of trials at both ends of each parameter.
 
     Raises:
-        ValueError: it does not; names the parameter.
+        ValueError: if the method's run does not take them; names the parameter.
     """
     flags = [f'--{key}={value}' for key, value in sweep.launch.items()]
-    asked = parser().parse_args([*flags, 'script']).num_workers  # a wrong flag ends with one line too
+    asked = parser().parse_args([*flags, 'script']).num_workers  # reports a wrong flag of the launcher
     settings, cls = list(flat(sweep.config)), run_class(sweep.method)
     below = {key: value for _, key, value in settings}
     base = values_of(settings, cls, 'config')
@@ -175,9 +178,9 @@ def check_runs(sweep: Sweep) -> None:
     for name, value in ((name, value) for name, values in ends.items() for value in values):
         words = [(key, key, value if key == name else values[0]) for key, values in ends.items()]
         try:
-            values, of_processes = in_our_words(base | values_of(words, cls, 'parameters', below), cls)
+            values, of_processes = to_our_settings(base | values_of(words, cls, 'parameters', below), cls)
             if not sweep.launch:
-                meet(of_processes.get('num_training_workers'))
+                check_processes(of_processes.get('num_training_workers'))
             run = cls.from_dict(values)
             run.fill_defaults()
             run.validate(asked or of_processes.get('num_training_workers') or 1)

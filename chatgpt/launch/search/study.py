@@ -1,8 +1,8 @@
-"""Optuna: the one file that imports it. Distributions, samplers and pruners by name, and the study of a sweep in a
+"""Optuna, which only this file imports: distributions, samplers and pruners by name, and the study of a sweep in a
 journal.
 
-What is proposed depends on the file's seed, the number of the trial and the trials before it alone, so a sweep that was
-interrupted continues as if it had not been.
+Proposals depend only on the file's seed, the number of the trial and the trials before it, so an interrupted sweep
+continues as if it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ JOURNAL = 'journal.log'
 SAMPLERS = {'tpe': 'TPESampler', 'random': 'RandomSampler', 'grid': 'PartialFixedSampler'}
 PRUNERS = {'none': 'NopPruner', 'median': 'MedianPruner', 'halving': 'SuccessiveHalvingPruner'}
 PRUNERS |= {'hyperband': 'HyperbandPruner'}
-"""their classes in Optuna"""
+"""classes in Optuna by name"""
 STATES = {'COMPLETE': 'complete', 'PRUNED': 'pruned', 'RUNNING': 'unfinished', 'WAITING': 'unfinished'}
 STATES['FAIL'] = 'failed'
-"""Optuna's, in the order of the table; what was running when a sweep ended waits in the next call"""
+"""names of Optuna's states, in the order of the table; a trial that was running when a sweep ended is WAITING in the
+next call"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep's file; docs/sweep.md says what its keys mean.
+    """The settings of a sweep; see docs/sweep.md.
 
     Args:
-        parameters: what varies; an Optuna distribution each.
-        sampler, pruner: a name, and arguments of its class in Optuna.
-        fixed: what must be the same when the sweep is continued.
+        parameters: Optuna distributions by setting.
+        sampler, pruner: name, and keyword arguments of the class in Optuna.
+        fixed: keys that must be the same when the sweep continues.
     """
 
     method: str
@@ -50,13 +51,13 @@ class Sweep:
     fixed: Mapping[str, Any]
 
     def grid(self) -> list[dict[str, Any]]:
-        """Every combination of values; the last parameter changes fastest."""
+        """Returns every combination of values; the last parameter changes fastest."""
         combinations = itertools.product(*map(points, self.parameters.values()))
         return [dict(zip(self.parameters, values, strict=True)) for values in combinations]
 
 
 def points(space: Any) -> list[Any]:
-    """Every value of a space. Raises ValueError where there are infinitely many."""
+    """Returns every value of a space. Raises ValueError if there are infinitely many."""
     if hasattr(space, 'choices'):
         return list(space.choices)
     if space.step is None:
@@ -72,7 +73,7 @@ def need_optuna() -> None:
 
 
 def distribution(kind: str, *arguments: Any) -> Any:
-    """'Categorical', 'Float' or 'Int'; ValueError for a range that cannot be."""
+    """Returns a 'Categorical', 'Float' or 'Int' distribution. Raises ValueError for an invalid range."""
     from optuna import distributions
 
     with warnings.catch_warnings():
@@ -81,14 +82,14 @@ def distribution(kind: str, *arguments: Any) -> Any:
 
 
 def made(what: str, name: str, options: Any, **more: Any) -> Any:
-    """A 'sampler' or 'pruner' of Optuna; ValueError for arguments that its class does not take."""
+    """Returns a 'sampler' or 'pruner' of Optuna. Raises ValueError for arguments that its class does not take."""
     import optuna
 
-    if name == 'grid':  # fixes the whole point, so nothing is left to draw
+    if name == 'grid':  # all parameters are fixed, so the base sampler samples nothing
         more = {'fixed_params': {}, 'base_sampler': optuna.samplers.RandomSampler(more.pop('seed'))} | more
     kind = getattr(getattr(optuna, f'{what}s'), {'sampler': SAMPLERS, 'pruner': PRUNERS}[what][name])
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # what Optuna calls experimental
+        warnings.simplefilter('ignore')  # ExperimentalWarning
         try:
             return kind(**options, **more)
         except (TypeError, ValueError) as error:
@@ -96,7 +97,7 @@ def made(what: str, name: str, options: Any, **more: Any) -> Any:
 
 
 class Study:
-    """The trials of a sweep, on disk. One process at a time holds it."""
+    """The trials of a sweep, on disk. Only one process at a time may open it."""
 
     def __init__(self, sweep: Sweep) -> None:
         import optuna
@@ -109,7 +110,7 @@ class Study:
         path = sweep.save_path / JOURNAL
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_bytes() if path.is_file() else b''
-        if text and not text.endswith(b'\n'):  # a killed process leaves half a line at the end, and a lock
+        if text and not text.endswith(b'\n'):  # a killed process may leave an incomplete line and a lock
             path.write_bytes(text[: text.rfind(b'\n') + 1])
         for lock in path.parent.glob(f'{JOURNAL}.lock*'):
             lock.unlink()
@@ -124,22 +125,22 @@ class Study:
             self.optuna._storage.set_trial_state_values(self.optuna.trials[number]._trial_id, TrialState.WAITING)
 
     def numbers(self, *states: str) -> list[int]:
-        """Numbers of the trials in these of Optuna's states; of all where none is named."""
+        """Returns the numbers of the trials in these states of Optuna's; of all trials if none is given."""
         return [t.number for t in self.optuna.get_trials(deepcopy=False) if not states or t.state.name in states]
 
     def num_left(self) -> int:
-        """How many trials are to be asked for yet."""
+        """Returns the number of trials that are not started yet."""
         return len(self.numbers('WAITING')) + max(0, self.sweep.trials - len(self.numbers()))
 
     def ask(self) -> tuple[Any, bool]:
-        """The next trial with its parameters, and whether it was started before: those come first. A parameter of such
-        a one that was not written down in time is drawn now."""
+        """Returns the next trial with its parameters, and True if it was started before; these come first. Parameters
+        that were not in the journal yet are sampled now."""
         waiting = self.numbers('WAITING')
-        self._draw_for(min(waiting, default=len(self.numbers())))
+        self._seed_sampler(min(waiting, default=len(self.numbers())))
         return self.optuna.ask(dict(self.sweep.parameters)), bool(waiting)
 
-    def _draw_for(self, number: int) -> None:
-        """Draws from here on are those of this trial."""
+    def _seed_sampler(self, number: int) -> None:
+        """Seeds the sampler for a trial."""
         import numpy as np
 
         seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
@@ -147,13 +148,13 @@ class Study:
         self.optuna.sampler = made('sampler', *self.sweep.sampler, seed=seed, **point)
 
     def report(self, trial: Any, value: float, step: int) -> bool:
-        """Note the metric of a step; whether the trial is to be pruned."""
+        """Records the metric of a step. Returns True if the trial is to be pruned."""
         if step not in self.optuna._storage.get_trial(trial._trial_id).intermediate_values:
             trial.report(value, step)
         return trial.should_prune()
 
     def end(self, trial: Any, state: str, value: float | None = None, *, seconds: float, error: str = '') -> None:
-        """`state`: COMPLETE (with a value), PRUNED or FAIL."""
+        """Ends a trial. `state`: COMPLETE (with a value), PRUNED or FAIL."""
         from optuna.trial import TrialState
 
         trial.set_user_attr('seconds', round(seconds, 1))
@@ -161,15 +162,15 @@ class Study:
         self.optuna.tell(trial, value if state == 'COMPLETE' else None, state=TrialState[state])
 
     def best(self) -> Any:
-        """The best complete trial, or None."""
+        """Returns the best complete trial, or None."""
         try:
             return self.optuna.best_trial
         except ValueError:  # none is complete
             return None
 
     def write_table(self) -> str:
-        """Writes trials.csv in the order of the trials. Returns the same as text, the best first."""
-        from chatgpt.trainer.callbacks import format_table  # torch, which a mistake in the file does not wait for
+        """Writes trials.csv, in the order of the trials, and returns the table as text, the best trial first."""
+        from chatgpt.trainer.callbacks import format_table  # imports torch, only after the file is checked
 
         rows: list[dict[str, Any]] = []
         for t in self.optuna.get_trials():
@@ -191,7 +192,7 @@ class Study:
         return format_table([{h: shown(row[n]) for h, n in heads.items()} for row in rows], list(heads), width=100)
 
     def write_plots(self) -> None:
-        """curves.png, the metric by step of every trial, and parameters.png, against each parameter."""
+        """Writes curves.png, the metric by step, and parameters.png, the metric by each parameter, of all trials."""
         if find_spec('matplotlib') is None:
             print('no plots: they need the package matplotlib: pip install matplotlib', flush=True)
             return
@@ -202,7 +203,7 @@ class Study:
         from optuna.visualization import matplotlib as plots
 
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # what Optuna calls experimental
+            warnings.simplefilter('ignore')  # ExperimentalWarning
             for name, plot in (('curves', plots.plot_intermediate_values), ('parameters', plots.plot_slice)):
                 plot(self.optuna)
                 plt.savefig(self.sweep.save_path / f'{name}.png', dpi=110, bbox_inches='tight')

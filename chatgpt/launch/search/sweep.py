@@ -1,7 +1,7 @@
-"""A sweep: trials asked for, run side by side as processes, pruned by their metric, told to the study.
+"""Runs the trials of a sweep as parallel processes, prunes them by their metric, and reports them to the study.
 
-Each trial is an ordinary run in a folder of its own, whose output is in output.log. It leads a session of its own, so
-that a Ctrl-C reaches it once, from the sweep, and it is asked to stop when the sweep is killed.
+Each trial is an ordinary run in its own folder, with its output in output.log. It has its own session, so that only the
+sweep passes Ctrl-C on to it, and gets SIGTERM when the sweep is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatgpt.monitor.run_folder.lines import read_jsonl
 
 POLL_S = 0.2
 STOP_S = 120.0
-"""how long a trial has to save and leave"""
+"""seconds that a trial has to save and end"""
 
 
 def say(text: str) -> None:
@@ -38,14 +38,14 @@ def _words(parameters: Mapping[str, Any]) -> str:
 
 
 def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
-    """Run trials until there are as many as the sweep asks for; the exit code: 0, 1 where no trial is complete, 130 or
-    143 after a signal. Trials that an earlier call left unfinished continue first.
+    """Runs the trials of a sweep. Returns the exit code: 0, 1 if no trial is complete, 130 or 143 after a signal.
+    Unfinished trials of an earlier call continue first.
 
     Raises:
-        CheckpointError: another process runs a sweep in this folder; names it.
-        ValueError: the folder holds another sweep; a metric that the runs do not have.
+        CheckpointError: if another process runs a sweep in this folder; names it.
+        ValueError: if the folder has another sweep, or the runs do not log the metric.
     """
-    from chatgpt.strategies.checkpoint import claim_folder  # torch, after the file was read
+    from chatgpt.strategies.checkpoint import claim_folder  # imports torch, only after the file is checked
 
     folder = sweep.save_path
     with claim_folder(folder):
@@ -75,8 +75,8 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
 
 
 def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
-    """Until all trials have ended; the number of the signal that ended it before that, else None. After a signal all
-    trials save and leave, and stay unfinished in the study; a second one ends them at once."""
+    """Runs trials until all have ended. Returns the number of the signal that stopped them before, else None. At a
+    signal all trials save and end, and stay unfinished in the study; a second one kills them."""
     running, received = list[Running](), None
     with Signals() as signals:
         try:
@@ -87,7 +87,7 @@ def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
                     say(f'trial {trial.number} {"goes on" if again else "starts"}: {_words(trial.params)}')
                     running.append(Running(sweep, trial, slot, jobs, again=again))
                 for one in list(running):
-                    if one.has_ended(study, told=received is None):
+                    if one.has_ended(study, report=received is None):
                         running.remove(one)
                 if not running and (received or not study.num_left()):
                     return received
@@ -103,29 +103,29 @@ def _run_trials(sweep: Sweep, study: Study, jobs: int) -> int | None:
                     for one in running:
                         one.stop()
                 time.sleep(POLL_S)
-        finally:  # an error of ours leaves no process behind
+        finally:  # also after an error of this process
             for one in running:
                 one.kill()
 
 
 def command(sweep: Sweep, config: Path, folder: Path, parameters: Mapping[str, Any], *, again: bool) -> list[str]:
-    """A trial's command line. `again`: it continues from its checkpoint, where it has one."""
+    """Returns a trial's command line. `again`: resume from its checkpoint, if it has one."""
     settings = {**parameters, 'save_path': str(folder), **({'resume': 'auto'} if again else {})}
     words = [sweep.method, f'--config_file={config}', *(f'{key}={json.dumps(v)}' for key, v in settings.items())]
     if not sweep.launch:
         return [sys.executable, '-m', 'chatgpt', *words]
-    # A failed trial is a result: it is not started again unless the file says so.
+    # A failed trial is a result: it is restarted only if the file sets max_failures.
     flags = {'max_failures': 0} | dict(sweep.launch)
     return [sys.executable, '-m', 'chatgpt.launch', *(f'--{key}={v}' for key, v in flags.items()), *words]
 
 
 def share(devices: Sequence[str], slot: int, jobs: int) -> list[str]:
-    """The devices of one of `jobs` places: its share of them, or one that others have too where there are fewer."""
+    """Returns the devices of slot `slot` of `jobs`: its share, or one shared device if there are fewer than slots."""
     return list(devices[slot::jobs]) or list(devices[slot % len(devices) :][:1]) if devices else []
 
 
 def environment(slot: int, jobs: int, *, launched: bool) -> dict[str, str]:
-    """Of a trial in one of `jobs` places, which share cores and devices; a launcher shares out itself."""
+    """Returns the environment variables of a trial; slots divide cores and devices, unless a launcher does."""
     import torch
 
     found = os.environ | python_path(os.environ.get('PYTHONPATH'))
@@ -152,7 +152,7 @@ class Running:
         """the metric by step; None where it is not finite"""
         self.pruned_at: int | None = None
         self.started = time.monotonic()
-        self._told_to_stop: float | None = None
+        self._stop_sent_at: float | None = None
         with open(self.folder / 'output.log', 'ab') as output:
             self._start = output.tell()
             self.process = subprocess.Popen(
@@ -165,26 +165,26 @@ class Running:
                 preexec_fn=_stop_with_this_process(),
             )
 
-    def has_ended(self, study: Study, *, told: bool) -> bool:
-        """Whether its process has; read its metric, and decide whether it goes on. `told`: the study is told the end.
+    def has_ended(self, study: Study, *, report: bool) -> bool:
+        """Reads the metric and stops a pruned trial. Returns True if the process has ended. `report`: to the study.
 
         Raises:
-            ValueError: the run has no metric of that name; lists the nearest.
+            ValueError: if the run has no metric of that name; names the nearest.
         """
-        if self._told_to_stop is not None and time.monotonic() > self._told_to_stop + STOP_S:
+        if self._stop_sent_at is not None and time.monotonic() > self._stop_sent_at + STOP_S:
             self.kill()
-        ended = self.process.poll() is not None  # before the last reading
-        if told and self.pruned_at is None:
+        ended = self.process.poll() is not None  # before _read, so that the last lines are read
+        if report and self.pruned_at is None:
             self._read(study)
-        if ended and told:
+        if ended and report:
             self._tell_end(study)
         elif self.pruned_at is not None:
             self.stop()
         return ended
 
     def _read(self, study: Study) -> None:
-        """Take up what it has logged since, until it is to be pruned."""
-        from chatgpt.trainer.callbacks.base import metric_value  # torch, which a mistake in the file does not wait for
+        """Reads the lines logged since the last call, until the trial is pruned."""
+        from chatgpt.trainer.callbacks.base import metric_value  # imports torch, only after the file is checked
 
         path, metric = self.folder / 'metrics.jsonl', self.sweep.metric
         for line in read_jsonl(path) if path.is_file() else []:
@@ -193,8 +193,8 @@ class Running:
             try:
                 value = None if is_lost else metric_value(line, metric)
             except ValueError as error:
-                told = f'{error}; correct metric, and give another save_path or remove {self.sweep.save_path}'
-                raise ValueError(told) from None
+                message = f'{error}; correct metric, and give another save_path or remove {self.sweep.save_path}'
+                raise ValueError(message) from None
             if step in self.curve or (value is None and not is_lost):
                 continue
             self.curve[step] = value
@@ -206,17 +206,17 @@ class Running:
         last, metric = self.pruned_at or max(self.curve, default=0), self.sweep.metric
         value, seconds, error = self.curve.get(last), time.monotonic() - self.started, ''
         if self.pruned_at is not None:
-            state, told = 'PRUNED', f'pruned at step {last}: {metric} {value:.6g}'
+            state, message = 'PRUNED', f'pruned at step {last}: {metric} {value:.6g}'
         elif error := self._error():
-            state, told = 'FAIL', f'failed: {error} (output.log in its folder)'
+            state, message = 'FAIL', f'failed: {error} (output.log in its folder)'
         else:
-            state, told = 'COMPLETE', f'complete: {metric} {value:.6g} in {seconds:.0f} s'
-        say(f'trial {self.trial.number} {told}')
+            state, message = 'COMPLETE', f'complete: {metric} {value:.6g} in {seconds:.0f} s'
+        say(f'trial {self.trial.number} {message}')
         study.end(self.trial, state, value, seconds=seconds, error=error)
         study.write_table()
 
     def _error(self) -> str:
-        """Why it failed, in one line: its last `error: ...`, or its last line; '' where it did not fail."""
+        """Returns why it failed, in one line: its last `error: ...`, or its last line; '' if it did not fail."""
         code, last, metric = self.process.returncode, max(self.curve, default=0), self.sweep.metric
         if code < 0:
             return f'ended by {signal.Signals(-code).name}'
@@ -225,17 +225,17 @@ class Running:
             return no_value if self.curve.get(last) is None else ''
         output = (self.folder / 'output.log').read_bytes()[self._start :].decode(errors='replace')
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
-        return said[-1].removeprefix('error: ')
+        errors = [line for line in lines if line.startswith('error: ')] or lines or [f'ended with exit code {code}']
+        return errors[-1].removeprefix('error: ')
 
     def stop(self) -> None:
-        """Ask it to save and leave; it is killed where it does not in time."""
-        if self._told_to_stop is None and self.process.poll() is None:
-            self._told_to_stop = time.monotonic()
+        """Sends SIGTERM, at which the trial saves and ends; it is killed after `STOP_S`."""
+        if self._stop_sent_at is None and self.process.poll() is None:
+            self._stop_sent_at = time.monotonic()
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it, and what it has started, at once."""
+        """Kills the trial and the processes that it has started."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -244,7 +244,7 @@ class Running:
 
 
 def _wait_until_free(folder: Path) -> None:
-    """A process of a sweep that was killed may still be saving here."""
+    """Waits for a process of a killed sweep that may still be saving to this folder."""
     from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
 
     end = time.monotonic() + STOP_S
@@ -258,7 +258,7 @@ def _wait_until_free(folder: Path) -> None:
 
 
 def _stop_with_this_process() -> Callable[[], None] | None:
-    """For the child before its program: the kernel sends it SIGTERM when the sweep has ended, in whatever way."""
+    """Returns a `preexec_fn` by which the kernel sends the child SIGTERM when the sweep ends, in whatever way."""
     if not sys.platform.startswith('linux'):
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

@@ -1,7 +1,7 @@
-"""People compare answers, two at a time, in a browser; what they say is in an SQLite file and becomes preferences.
+"""Comparison of pairs of responses by people in a browser; the judgements are in an SQLite file and become preferences.
 
-`store` keeps pairs and judgements, `statistics` says how far people agree and who wins, `app` has the pages, also those
-that read the recorded sequences of runs, and `serving` runs them and lets in who has the token.
+`store` has pairs and judgements, `statistics` computes agreement and win rate, `app` has the pages, also that of
+recorded sequences, and `serving` serves them to holders of a token.
 """
 
 from chatgpt.monitor.compare.statistics import summarize

@@ -1,5 +1,5 @@
-"""The pages of this package, as ASGI applications: people compare answers, and read the recorded sequences of runs.
-The reader itself is the report's (`report/assets/rollouts.js`); here are its questions and their answers."""
+"""ASGI applications: the page on which people compare responses, and that of the recorded sequences of runs. The latter
+uses the report's reader (`report/assets/rollouts.js`) and serves its requests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.monitor.run_folder.rollouts import read_rollouts, recorded_phases
 
 NUM_ROWS = 200
-"""of an answer to a question without `limit`"""
+"""number of rows of a request without `limit`"""
 
 
 def compare_app(store: Store) -> Any:
-    """A Starlette application. `/` is the page, `/results` says what came out and which model is which; the page posts
-    JSON to `/api/...`, and every answer is the state after it: person, pair, progress."""
+    """Returns a Starlette application. `/` is the page, `/results` shows the statistics with the names of the models.
+    The page posts JSON to `/api/...`; every response is the new state: person, pair, progress."""
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
-    # Cookies do not know ports, and a number means another person in another file.
+    # Cookies are shared by all ports of a host, and a person's number is only valid for its file.
     cookie = f'chatgpt_person_{store.settings.get("id", "")}'
 
     async def page(request: Any) -> Any:
@@ -47,8 +47,8 @@ def compare_app(store: Store) -> Any:
         return JSONResponse(state, status)
 
     async def act(request: Any) -> Any:
-        """join {name}, next {}, judge {pair, choice, comment}, undo {}: 400 for what is no such thing, 401 before
-        somebody has joined, 409 where it cannot be so any more."""
+        """Handles join {name}, next {}, judge {pair, choice, comment}, undo {}. 400: malformed; 401: not joined; 409:
+        not possible any more."""
         person, action = person_of(request), request.path_params['action']
         if person is None and action not in ('join', 'next'):
             return answer(None, 401, 'say who you are first')
@@ -71,11 +71,11 @@ def compare_app(store: Store) -> Any:
 
 
 def _perform(store: Store, person: Any, action: str, given: Any) -> int | None:
-    """Do what the page asks for; the person, who may be new.
+    """Performs an action of the page and returns the number of the person, who may be new.
 
     Raises:
-        NotAsked: it cannot be so any more.
-        ValueError, KeyError, TypeError: it is no such thing.
+        NotAsked: if the action is no longer possible.
+        ValueError, KeyError, TypeError: if the request is malformed.
     """
     if action == 'join':
         return store.join(_text(given, 'name'))
@@ -96,17 +96,17 @@ def _text(given: Any, name: str) -> str:
     value = given[name]
     if not isinstance(value, str):
         raise ValueError(f'{name} is no text')
-    value.encode()  # half of a surrogate pair is no text either, and cannot be stored
+    value.encode()  # raises for a lone surrogate, which cannot be stored
     return value
 
 
 def rollouts_app(runs: Sequence[str | Path]) -> Any:
-    """A Starlette application. `/` is the page; `/api/runs` gives name and recorded phases of each run; `/api/rollouts`
-    gives rows of one, ?run=&phase=&prompt=&text=&min=&max=&offset=&limit=, of which all but `run` may be left
-    out: see `read_rollouts` for what they mean, and `page_row` for a row.
+    """Returns a Starlette application. `/` is the page; `/api/runs` returns name and recorded phases of each run;
+    `/api/rollouts?run=&phase=&prompt=&text=&min=&max=&offset=&limit=` returns rows of a run. Arguments except `run` are
+    optional; see `read_rollouts` for their meaning, and `page_row` for a row.
 
     Raises:
-        ValueError: a folder without recorded sequences.
+        ValueError: if a folder has no recorded sequences.
     """
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse
@@ -115,7 +115,7 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
     folders = [Path(run).absolute() for run in runs]
     for folder in folders:
         if not recorded_phases(folder):
-            RunFolder(folder)  # says what is wrong with one that is no run's
+            RunFolder(folder)  # raises a more precise error if it is no folder of a run
             raise ValueError(
                 f'{folder} has no recorded sequences: give the folder of a run that draws responses (PPO, GRPO, ...), '
                 'with rollouts/'
@@ -124,7 +124,7 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
     async def page(request: Any) -> Any:
         return _page(request, 'rollouts.html', runs=[folder.name for folder in folders])
 
-    async def told(request: Any) -> Any:
+    async def list_runs(request: Any) -> Any:
         return JSONResponse([{'name': folder.name, 'phases': recorded_phases(folder)} for folder in folders])
 
     async def rows(request: Any) -> Any:
@@ -136,11 +136,11 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
         found = await run_in_threadpool(read_rollouts, folder, **asked)
         return JSONResponse([page_row(row) for row in found])
 
-    return _application([Route('/', page), Route('/api/runs', told), Route('/api/rollouts', rows)])
+    return _application([Route('/', page), Route('/api/runs', list_runs), Route('/api/rollouts', rows)])
 
 
 def _question(given: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `read_rollouts`. Raises ValueError for what is no number."""
+    """Returns the arguments of `read_rollouts`. Raises ValueError for a malformed number."""
     least, most = (float(given[name]) if given.get(name) else None for name in ('min', 'max'))
     return {
         'phases': [_whole(given, 'phase')] if given.get('phase') else None,
@@ -166,7 +166,7 @@ def _page(request: Any, name: str, **values: Any) -> Any:
 
 
 def _application(routes: list[Any], handlers: Any = None) -> Any:
-    """With our files, and the report's: what every page looks like, and the reader of sequences."""
+    """Returns an application that also serves the assets of this package and of the report."""
     from starlette.applications import Starlette
     from starlette.routing import Mount
     from starlette.staticfiles import StaticFiles

@@ -1,11 +1,9 @@
-"""An app on a port of this machine until Ctrl-C, for whoever has the token, from a page of this very server, under a
-name of this machine.
+"""Serves an app on a port of this machine until Ctrl-C, to holders of a token.
 
-That guards against other people on the machine or network (the token); pages of other origins that send requests with
-the browser's cookie (SameSite=Strict, and Origin must be the Host); DNS rebinding (the Host must be this machine); text
-that would become code (a policy that runs nothing but our own files); requests that fill the memory (`MAX_BODY`). It
-does not guard against somebody who reads the network: plain HTTP belongs on loopback, with an ssh tunnel from
-elsewhere.
+It guards against other people on the machine or network (the token); requests of other origins with the cookie
+(SameSite=Strict, and Origin must be the Host); DNS rebinding (the Host must be this machine); injected scripts (a
+Content-Security-Policy that allows only our own files); large requests (`MAX_BODY`). It does not guard against somebody
+who reads the network: plain HTTP is for loopback, with an ssh tunnel from elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ HEADERS = {
 
 
 def need_server() -> None:
-    """Raises ValueError where a package that serves pages is missing, by name."""
+    """Raises ValueError if a package that serves pages is not installed; names it."""
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
@@ -48,13 +46,13 @@ def need_server() -> None:
 
 
 def add_server(parser: Any, port: int = PORT) -> None:
-    """Adds the flags of `serve` with a default port."""
+    """Adds the flags of `serve`. `port`: default port."""
     parser.add_argument('--host', default=HOST, help=f'where to listen (default: {HOST}, this machine only)')
     parser.add_argument('--port', type=int, default=port, help=f'0: any free one (default: {port})')
 
 
 def serve(app: Any, *, host: str = HOST, port: int = PORT) -> None:
-    """Print the address, and serve until Ctrl-C."""
+    """Prints the address, and serves until Ctrl-C."""
     serving = Serving(app, host=host, port=port)
     if not serving.is_local:
         print(
@@ -66,15 +64,15 @@ def serve(app: Any, *, host: str = HOST, port: int = PORT) -> None:
 
 
 class Serving:
-    """A bound port and the server behind it; `run` returns after Ctrl-C, or when `stop` was called in another thread.
+    """A server on a bound port; `run` returns after Ctrl-C, or when `stop` is called in another thread.
 
     Args:
         app: an ASGI application.
-        host: loopback unless asked: the pages are plain HTTP.
-        port: 0 takes a free one.
+        host: address to listen on; loopback by default, since the pages are plain HTTP.
+        port: 0: a free one.
 
     Raises:
-        ValueError: the port is taken, or is no port of this machine.
+        ValueError: if the port cannot be bound.
     """
 
     def __init__(self, app: Any, *, host: str = HOST, port: int = PORT) -> None:
@@ -92,7 +90,7 @@ class Serving:
         self.url = f'{self.origin}/?token={self.token}'
         config = uvicorn.Config(
             Guard(app, self.token, host=host),
-            access_log=False,  # it would write the token
+            access_log=False,  # it would contain the token
             log_level='warning',
             server_header=False,
             timeout_graceful_shutdown=CLOSING_S,
@@ -103,7 +101,7 @@ class Serving:
     def run(self) -> None:
         try:
             self._server.run(sockets=[self._socket])
-        except KeyboardInterrupt:  # what the server raises once it has ended in good order
+        except KeyboardInterrupt:  # uvicorn raises it again after a clean shutdown
             pass
         finally:
             self._socket.close()
@@ -113,18 +111,18 @@ class Serving:
 
 
 class Guard:
-    """An ASGI application around another one.
+    """An ASGI application that passes permitted requests to another one.
 
     Args:
-        app: answers what is let in.
-        token: comes once in the address, `/?token=...`, and then in a cookie.
-        host: what the server was asked to listen on; a name of this machine beside those that every machine has.
+        app: the application.
+        token: sent once in the address, `/?token=...`, then in a cookie.
+        host: address that the server listens on, which is permitted as Host beside the names of this machine.
     """
 
     def __init__(self, app: Any, token: str, *, host: str = HOST) -> None:
         self.app, self._token = app, token
         self._names = {'localhost', host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        # Cookies do not know ports: two servers of one machine need two names.
+        # Cookies are shared by all ports of a host, so each server has a name of its own.
         self.cookie = f'chatgpt_{hashlib.sha256(token.encode()).hexdigest()[:12]}'
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -150,7 +148,7 @@ class Guard:
         await app(scope, receive, send_guarded)
 
     def _fault(self, request: Any) -> tuple[int, str] | None:
-        """Why a request is refused, as status and words."""
+        """Returns status and reason if a request is refused, else None."""
         host, origin, is_post = request.headers.get('host', ''), request.headers.get('origin'), request.method == 'POST'
         length = '' if 'transfer-encoding' in request.headers else request.headers.get('content-length', '')
         is_short = length.isdigit() and len(length) < 19 and int(length) <= MAX_BODY
@@ -172,7 +170,7 @@ class Guard:
         return next(((status, words) for holds, status, words in checks if not holds), None)
 
     def _brings_token(self, request: Any) -> bool:
-        """In its address, which only the page itself takes."""
+        """Returns True if the address of the page, `/`, has the token."""
         is_page = (request.method, request.scope['path']) == ('GET', '/')
         return is_page and self._is_token(request.query_params.get('token', ''))
 
@@ -180,8 +178,8 @@ class Guard:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def _is_ours(self, host: str) -> bool:
-        """Whether the Host of a request is this machine, whatever the port (a tunnel has its own). Only a name can be
-        pointed elsewhere by somebody else, so any address in digits is."""
+        """Returns True if the Host of a request is this machine, with any port (a tunnel has another). Accepts every
+        numeric address, since DNS rebinding needs a name."""
         try:
             name = (urlsplit(f'//{host}').hostname or '').rstrip('.')
             return name in self._names or bool(ipaddress.ip_address(name))

@@ -1,4 +1,4 @@
-"""Statistics of judgements: how far people agree, which model wins and how sure that is. Pure functions."""
+"""Statistics of judgements: agreement, win rate and its confidence interval."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from chatgpt.monitor.compare.store import Store
 
 Z = 1.959964
-"""of the standard normal distribution, for 95 %"""
+"""97.5 % quantile of the standard normal distribution, for intervals of 95 %"""
 
 
 def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> float | None:
-    """Krippendorff's α for names without an order: 1 − observed / expected disagreement. 1: all agree, 0: as by chance.
+    """Returns Krippendorff's α for nominal values: 1 − observed / expected disagreement. 1: full agreement, 0: chance.
 
-    Krippendorff (2011), Computing Krippendorff's Alpha-Reliability. With n_c how often value c was given in units that
-    two or more people judged, n their sum, and o_cc = Σ_units m_c (m_c − 1) / (m − 1),
+    Source: Krippendorff (2011), Computing Krippendorff's Alpha-Reliability. With n_c the number of values c in units
+    with two or more values, n their sum, and o_cc = Σ_units m_c (m_c − 1) / (m − 1),
 
         α = ((n − 1) Σ o_cc − Σ n_c (n_c − 1)) / (n (n − 1) − Σ n_c (n_c − 1))
 
     Args:
-        units: what the people said of each unit, as many as there were; those with fewer than two count for nothing.
+        units: the values that people gave to each unit; units with fewer than two values are ignored.
 
-    Returns None where nothing was judged twice, or only one value was ever given.
+    Returns None if no unit has two values, or all values are equal.
     """
     judged = [Counter(unit) for unit in units if len(unit) > 1]
     totals: Counter[Hashable] = sum(judged, Counter())
@@ -36,11 +36,10 @@ def krippendorff_alpha(units: Sequence[Sequence[Hashable]]) -> float | None:
 
 
 def wilson(mean: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's interval of a share: of n values in [0, 1] with this mean.
+    """Returns Wilson's confidence interval of the mean of n values in [0, 1].
 
-    Wilson (1927), Probable Inference, the Law of Succession, and Statistical Inference. Values between 0 and 1 (a tie
-    is 1/2) vary at most as much as zeros and ones of the same mean do, so with them the interval is wide rather than
-    narrow.
+    Source: Wilson (1927), Probable Inference, the Law of Succession, and Statistical Inference. The variance of values
+    between 0 and 1 (a tie is 1/2) is at most that of zeros and ones with the same mean: the interval is conservative.
     """
     centre = mean + z * z / (2 * n)
     half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
@@ -48,32 +47,31 @@ def wilson(mean: float, n: int, z: float = Z) -> tuple[float, float]:
 
 
 def summarize(store: Store) -> dict[str, Any]:
-    """Everything there is to say of a store, by name; None for what cannot be told yet.
+    """Returns the statistics of a store by name; None for those that have no data yet.
 
-    `win_rate` is that of the second model, b: a pair is worth the mean over its judgements (b 1, a 0, tie and both bad
-    1/2), and the rate is the mean over pairs. Its interval is Wilson's with as many trials as pairs, since judgements
-    of one pair are not independent.
+    `win_rate` is that of the second model, b: the mean over pairs of the mean over a pair's judgements (b 1, a 0, tie
+    and both bad 1/2). `interval` is Wilson's with n pairs, since judgements of a pair are not independent.
     """
     all_of_them = store.judgements()
-    said = [j for j in all_of_them if j.verdict != 'skip']
+    judged = [j for j in all_of_them if j.verdict != 'skip']
     of_pair: dict[int, dict[str, str]] = {}
-    for j in said:
+    for j in judged:
         of_pair.setdefault(j.pair, {})[j.person] = j.verdict
     worth = {'a': 0.0, 'b': 1.0}
     values = [sum(worth.get(v, 0.5) for v in votes.values()) / len(votes) for votes in of_pair.values()]
     rate = sum(values) / len(values) if values else None
-    sided = [j for j in said if j.verdict in 'ab']
-    people = Counter(j.person for j in said)
+    sided = [j for j in judged if j.verdict in 'ab']
+    people = Counter(j.person for j in judged)
     return {
         'names': store.settings.get('names', ['a', 'b']),
         'num_pairs': store.num_pairs,
         'num_equal': store.num_pairs - store.num_asked,
-        'num_judgements': len(said),
+        'num_judgements': len(judged),
         'num_wanted': store.num_asked * store.annotators_per_pair,
-        'num_skipped': len(all_of_them) - len(said),
+        'num_skipped': len(all_of_them) - len(judged),
         'num_judged_pairs': len(of_pair),
         'num_judged_twice': sum(len(votes) > 1 for votes in of_pair.values()),
-        'verdicts': dict(Counter(j.verdict for j in said)),
+        'verdicts': dict(Counter(j.verdict for j in judged)),
         'people': dict(people),
         'alpha': krippendorff_alpha([list(votes.values()) for votes in of_pair.values()]),
         'win_rate': rate,
@@ -83,7 +81,7 @@ def summarize(store: Store) -> dict[str, Any]:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """A summary in words."""
+    """Returns a summary as lines of text."""
     out = ['{num_judgements} of {num_wanted} judgements, of {num_judged_pairs} pair'.format_map(summary)]
     out[0] += 's' * (summary['num_judged_pairs'] != 1)
     out[0] += f' by {", ".join(f"{name} ({count})" for name, count in summary["people"].items()) or "nobody"}'

@@ -1,13 +1,13 @@
-"""Pairs of answers and what people said of them, in one SQLite file.
+"""Pairs of responses and the judgements of people, in one SQLite file.
 
 A judgement is durable when `judge` returns: every change is a transaction of its own, in a write-ahead log that is
-synced at each commit (journal_mode=WAL, synchronous=FULL). A pair is asked of `annotators_per_pair` different people.
-Who is shown a pair holds a place at it for `LEASE_S` seconds; a place not used by then is given to somebody else.
+synced at each commit (journal_mode=WAL, synchronous=FULL). A pair is judged by `annotators_per_pair` different people.
+A person who is shown a pair has a lease on it for `LEASE_S` seconds; after that it may be shown to another.
 
-Which pair comes next: one that others were asked about already, so that pairs are finished and agreement can be told;
-then the one whose reward model margin |s_a − s_b| is smallest, where there is a reward model: by Bradley and Terry
-answer a wins with probability σ(s_a − s_b), and that is nearest to 1/2 there; then in an order drawn for each person.
-Which answer is on the left is drawn for each person and pair, and kept.
+The next pair of a person is, in this order: one that others have judged, so that pairs are finished and agreement can
+be measured; the one with the smallest margin |s_a − s_b| by a reward model, if there is one, since by Bradley and Terry
+response a wins with probability σ(s_a − s_b), which is then nearest to 1/2; the first in a random order per person. The
+side of each response is random per person and pair, and kept.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-"""of the tables; a file of another one is refused"""
+"""version of the tables; a file of another version is refused"""
 APPLICATION = 0x43474350
-"""SQLite's application id of such a file"""
+"""SQLite application id of the file"""
 LEASE_S = 900.0
 CHOICES = ('left', 'right', 'tie', 'both_bad', 'skip')
 MAX_NAME, MAX_COMMENT = 60, 4000
@@ -45,25 +45,25 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION}
 """
 
-# Others' places at a pair: judged, or asked so lately that the answer is still to come.
+# Number of other people per pair that have judged it or hold a lease.
 TAKEN = """(SELECT pair, COUNT(*) AS taken FROM judgements WHERE person != :person AND
     (verdict IN ('a', 'b', 'tie', 'both_bad') OR (verdict IS NULL AND asked > :since)) GROUP BY pair)"""
 
 
 class NotAsked(ValueError):
-    """A judgement of a pair that this person does not have, or has not made."""
+    """A judgement of a pair that is not assigned to the person, or has already been made."""
 
 
 @dataclass(frozen=True)
 class AskedPair:
-    """A pair as a person sees it."""
+    """A pair as shown to a person."""
 
     id: int
     prompt: str
     left: str
     right: str
     comment: str = ''
-    """what the person wrote before taking the judgement back"""
+    """comment of a judgement that was undone"""
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class Judgement:
     person: str
     pair: int
     verdict: str
-    """a, b, tie, both_bad, or skip, which is none"""
+    """a, b, tie, both_bad or skip"""
     a_is_left: bool
     comment: str
 
 
 class Store:
-    """The file. Opened by one thread at a time; several processes may have it open.
+    """An SQLite file of pairs and judgements. Several processes may open it; within one, only one thread may use it.
 
     Args:
-        path: the file; made where there is none, unless `create` is False.
-        clock: seconds since 1970.
+        path: the file; created if it does not exist, unless `create` is False.
+        clock: returns seconds since 1970.
 
     Raises:
-        ValueError: no such file, no database of this kind, or one of another version.
+        ValueError: if the file does not exist, is another database, or has another version.
     """
 
     def __init__(self, path: str | Path, *, create: bool = True, clock: Callable[[], float] = time.time) -> None:
@@ -150,9 +150,8 @@ class Store:
         self._db.executemany('INSERT OR REPLACE INTO settings VALUES (?, ?)', rows)
 
     def begin(self, records: Sequence[dict[str, Any]], shown: Sequence[str], **settings: Any) -> None:
-        """The prompts of a new file, as records that the loaders of `chatgpt.data` read and as people see them, and
-        the settings, all at once; what a start without any answer has left is replaced. Raises ValueError for a file
-        with answers."""
+        """Writes prompts, as records for `chatgpt.data` and as shown to people, and settings. Replaces those of a file
+        without responses; raises ValueError if it has any."""
         rows = [(json.dumps(r, ensure_ascii=False), s) for r, s in zip(records, shown, strict=True)]
         with self._change():
             if self.has_answers:
@@ -171,7 +170,7 @@ class Store:
             self._db.executemany(f'UPDATE pairs SET {name} = ? WHERE id = ?', rows)
 
     def records(self) -> list[dict[str, Any]]:
-        """The prompts, one per pair."""
+        """Returns the prompts, one per pair."""
         return list(map(json.loads, self._column('prompt')))
 
     @property
@@ -179,19 +178,18 @@ class Store:
         return bool(self._value('SELECT COUNT(*) FROM pairs WHERE answer_a IS NOT NULL OR answer_b IS NOT NULL'))
 
     def answers(self, side: str) -> list[str] | None:
-        """The answers 'a' or 'b' to all prompts; None before there are any."""
+        """Returns the responses of side 'a' or 'b' to all prompts; None before they are set."""
         found = self._column(f'answer_{side}')
         return None if None in found else found
 
     def set_answers(self, side: str, texts: Sequence[str]) -> None:
-        """The answers 'a' or 'b', one per prompt, once. Raises ValueError where there are some: people may have judged
-        them."""
+        """Sets the responses of side 'a' or 'b', one per prompt. Raises ValueError if they are set already."""
         if self.num_pairs and self.answers(side) is not None:
             raise ValueError(f'{self.path} has the answers {side} already')
         self._set_column(f'answer_{side}', texts)
 
     def set_margins(self, margins: Sequence[float | None]) -> None:
-        """s_a − s_b of each pair by a reward model; None where it has none to give."""
+        """Sets s_a − s_b of each pair by a reward model; None if it has no score."""
         self._set_column('margin', margins)
 
     @property
@@ -200,7 +198,7 @@ class Store:
 
     @property
     def num_asked(self) -> int:
-        """Pairs that people are asked about: equal answers are not compared."""
+        """Number of pairs to judge; pairs of equal responses are excluded."""
         return self._value('SELECT COUNT(*) FROM pairs WHERE answer_a != answer_b')
 
     @property
@@ -210,8 +208,7 @@ class Store:
     # ------------------------------------------------------------------ people
 
     def join(self, name: str) -> int:
-        """The number of the person of that name, who is new or comes back. Raises ValueError for no name, or a long
-        one."""
+        """Returns the number of a person, who may be new. Raises ValueError for an empty or long name."""
         name = ' '.join(name.split())
         if not 0 < len(name) <= MAX_NAME:
             raise ValueError(f'a name has 1 to {MAX_NAME} characters')
@@ -223,11 +220,11 @@ class Store:
         return self._value('SELECT name FROM people WHERE id = ?', person)
 
     def next_pair(self, person: int) -> AskedPair | None:
-        """The pair that a person has, or a new one; None where nothing is left for this person at this time."""
+        """Returns the pair that is assigned to a person, else a new one; None if there is none at this time."""
         start = f'{self.settings.get("seed", 0)} {self.name_of(person)}'
 
         def draw(pair: int, what: str) -> float:
-            """Uniform in [0, 1), by the seed, the person and the arguments alone."""
+            """Returns a number uniform in [0, 1), a hash of seed, person and arguments."""
             digest = hashlib.blake2b(f'{start} {pair} {what}'.encode(), digest_size=8).digest()
             return int.from_bytes(digest, 'big') / 2**64
 
@@ -254,7 +251,7 @@ class Store:
         return AskedPair(pair, shown, left, right, comment)
 
     def _candidates(self, person: int, since: float) -> list[sqlite3.Row]:
-        """Pairs that this person may be asked about, where whoever was asked before `since` has lost the place."""
+        """Returns the pairs that a person may judge; leases older than `since` have expired."""
         return self._db.execute(
             f"""SELECT id, margin, COALESCE(taken, 0) AS taken FROM pairs LEFT JOIN {TAKEN} t ON t.pair = id
             WHERE answer_a != answer_b AND COALESCE(taken, 0) < :places AND id NOT IN
@@ -263,12 +260,11 @@ class Store:
         ).fetchall()
 
     def judge(self, person: int, pair: int, choice: str, comment: str = '') -> None:
-        """Keep what a person said, for good when this returns. The same again changes nothing but the comment.
+        """Saves a judgement, durable on return. Repeating it changes only the comment.
 
         Raises:
-            NotAsked: the person was not shown the pair, has judged it otherwise, or took so long that all its places
-                went to others.
-            ValueError: an unknown choice, or a comment above `MAX_COMMENT` characters.
+            NotAsked: if the person was not shown the pair, has judged it differently, or has lost the lease on it.
+            ValueError: for an unknown choice, or a comment above `MAX_COMMENT` characters.
         """
         if choice not in CHOICES:
             raise ValueError(f'{choice!r} is no choice; there are {", ".join(CHOICES)}')
@@ -295,7 +291,7 @@ class Store:
             )
 
     def undo(self, person: int) -> bool:
-        """Take a person's last judgement back, a skip too: the pair comes next again. False where there is none."""
+        """Undoes a person's last judgement or skip: its pair is the next one again. Returns False if there is none."""
         with self._change():
             row = self._db.execute(
                 'SELECT pair FROM judgements WHERE person = ? AND verdict IS NOT NULL ORDER BY number DESC', (person,)
@@ -313,7 +309,7 @@ class Store:
     # ------------------------------------------------------------------ what came out
 
     def judgements(self) -> list[Judgement]:
-        """All there are, in the order in which they were made, skips included."""
+        """Returns all judgements, in the order in which they were made, skips included."""
         found = self._db.execute(
             """SELECT name, pair, verdict, a_is_left, comment FROM judgements JOIN people ON people.id = person
             WHERE verdict IS NOT NULL ORDER BY number"""
@@ -321,8 +317,8 @@ class Store:
         return [Judgement(row[0], row[1], row[2], bool(row[3]), row[4]) for row in found]
 
     def progress(self, person: int) -> dict[str, int]:
-        """Judgements by this person and by all, how many are wanted, and how many pairs this person could still get
-        once others have let them go."""
+        """Returns the number of judgements by this person and by all, the number wanted, and the number of pairs that
+        this person could still get if the leases of others expire."""
         given = "SELECT COUNT(*) FROM judgements WHERE verdict IN ('a', 'b', 'tie', 'both_bad')"
         return {
             'mine': self._value(f'{given} AND person = ?', person),
@@ -332,11 +328,11 @@ class Store:
         }
 
     def preferences(self) -> tuple[list[dict[str, Any]], int]:
-        """Records that `chatgpt.data.load_preferences` reads, and how many judged pairs give none.
+        """Returns records for `chatgpt.data.load_preferences`, and the number of judged pairs that give none.
 
-        One per pair on which more people prefer one answer than the other: the prompt, `chosen`, `rejected`, and beside
-        them `pair`, `votes_chosen`, `votes_rejected`, `votes_neither` (ties and both bad) and `comments`. A pair
-        without a majority gives none, nor does one with an answer of no text, which no loader takes.
+        There is one record per pair with a majority for one response: the prompt, `chosen`, `rejected`, `pair`,
+        `votes_chosen`, `votes_rejected`, `votes_neither` (ties and both bad) and `comments`. Pairs with an empty
+        response are excluded, since the loaders refuse them.
         """
         of_pair: dict[int, list[Judgement]] = {}
         for judgement in self.judgements():
@@ -344,15 +340,15 @@ class Store:
                 of_pair.setdefault(judgement.pair, []).append(judgement)
         rows = []
         for pair in self._db.execute('SELECT * FROM pairs ORDER BY id'):
-            said = of_pair.get(pair['id'], [])
-            votes = {side: sum(j.verdict == side for j in said) for side in 'ab'}
+            judgements = of_pair.get(pair['id'], [])
+            votes = {side: sum(j.verdict == side for j in judgements) for side in 'ab'}
             better, worse = ('a', 'b') if votes['a'] > votes['b'] else ('b', 'a')
             texts = [pair[f'answer_{side}'] for side in (better, worse)]
             if votes[better] == votes[worse] or not all(text.strip() for text in texts):
                 continue
             about = {'votes_chosen': votes[better], 'votes_rejected': votes[worse]}
-            about['votes_neither'] = len(said) - votes['a'] - votes['b']
-            comments = [j.comment for j in said if j.comment]
+            about['votes_neither'] = len(judgements) - votes['a'] - votes['b']
+            comments = [j.comment for j in judgements if j.comment]
             record = json.loads(pair['prompt']) | {'chosen': texts[0], 'rejected': texts[1], 'pair': pair['id']}
             rows.append(record | about | {'comments': comments})
         return rows, len(of_pair) - len(rows)

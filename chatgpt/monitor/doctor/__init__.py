@@ -1,6 +1,6 @@
-"""Finds what is wrong with a run from its numbers: `diagnose` of a run's folder, `Diagnosis` of a run that goes on.
+"""Finds faults of a run in its metrics: `diagnose` for a run's folder, `Diagnosis` during a run. Imports no torch.
 
-Each finding says what is seen, the likely cause, and what to change by how much; `explain` says more of each. No torch.
+Each finding has the numbers, the likely cause, and what to change and by how much; `explain` describes it in full.
 """
 
 from chatgpt.monitor.doctor.diagnosis import Diagnosis, diagnose, worst_first

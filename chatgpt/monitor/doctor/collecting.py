@@ -13,9 +13,9 @@ from chatgpt.monitor.doctor.limits import LIMITS
 def few_prompts(h: History) -> Seen | None:
     distinct = h.data('distinct')
     if not distinct or distinct >= LIMITS['few_prompts'] or h.has_episodes:
-        return None  # an environment sets a new task each time
+        return None  # an environment makes a new task for each episode
     size = h.setting('experience_batch_size', 8)
-    times = h.step * size / distinct  # at least: a phase may have several timesteps
+    times = h.step * size / distinct  # a lower bound: a phase may have several timesteps
     if times < LIMITS['prompt_passes']:
         return None
     return Seen(
@@ -64,9 +64,9 @@ def scores_equal(h: History) -> Seen | None:
     if len(low) < phases or low != high:
         return None
     if len(set(low)) > 1:
-        return None  # one response a phase
+        return None  # one response per phase
     if h.start(STD) > 0.0 and low[-1] >= h.highest('rollout/score_max'):
-        return None  # they differed and have all become right: the score saturates
+        return None  # they differed before and are at the maximum now: the score saturates
     return Seen(
         f'every response of the last {phases} phases scored {low[-1]:.4g}',
         'a reward that tells no response of this policy from another: a bug in it, a task far too hard, or one '
@@ -96,7 +96,7 @@ def score_saturates(h: History) -> Seen | None:
 def reward_outliers(h: History) -> Seen | None:
     if not h.count('rollout/score_mad'):
         return None
-    usual = h.start('rollout/score_mad')  # a policy that does well has few bad responses, far from the many good ones
+    usual = h.start('rollout/score_mad')  # a good policy has a small deviation, far below its few bad responses
 
     def size(mean: float, low: float, high: float, std: float, mad: float) -> float:
         robust = 1.4826 * max(mad, usual)
@@ -163,7 +163,7 @@ CUT = 'environment/end_tokens_share'
 
 
 def _lengths(h: History) -> list[float]:
-    """Tokens that the policy says at once, by phase: of a response, or of a turn."""
+    """Returns the mean number of tokens of a response, or of a turn, by phase."""
     turns = h.values('environment/num_turns_mean')
     lengths = h.drawn_lengths()
     return [n / max(count, 1.0) for n, count in zip(lengths, turns, strict=False)] if turns else lengths
@@ -200,10 +200,10 @@ def _risen(h: History, name: str, rise: float) -> tuple[float, float] | None:
     return (start, now) if now - start > rise else None
 
 
-def _against_repetition(h: History, mend: str) -> str:
+def _against_repetition(h: History, remedy: str) -> str:
     coef = h.setting('kl_coef', 0.0)
     pull = f'kl_coef from {coef:g} to {2 * coef:g}' if coef else 'kl_coef=0.05'
-    return f'{mend}; {pull}, or stop earlier'
+    return f'{remedy}; {pull}, or stop earlier'
 
 
 @check('ends-at-once', 'error', 'responses end at once')
@@ -211,7 +211,7 @@ def ends_at_once(h: History) -> Seen | None:
     phases = int(LIMITS['equal_phases'])
     lengths, ended = h.last(LENGTH, phases), h.last(ENDED, phases)
     if len(lengths) < phases or h.generation('max_new_tokens') == 1 or h.has_episodes:
-        return None  # a turn may well be a word
+        return None  # a turn may be one word
     if max(lengths) > LIMITS['at_once_len'] or min(ended) < 0.9:
         return None
     return Seen(
@@ -228,8 +228,8 @@ def never_ends(h: History) -> Seen | None:
         return None  # the environment ends an episode, not an end token
     room, least = h.generation('max_new_tokens'), h.generation('min_new_tokens') or 0
     if room is not None and least >= room:
-        return None  # that is how they were asked for
-    once = h.start(ENDED) >= 1.0 - LIMITS['cut_share']  # where few did, pieces may be what is wanted
+        return None  # responses cannot end before the limit
+    once = h.start(ENDED) >= 1.0 - LIMITS['cut_share']  # if few ended at the start, cut texts may be intended
     matters = _end_matters(h)
     pieces = room is not None and room < (LIMITS['short_limit'] if once or matters else LIMITS['long_limit'])
     if pieces:
@@ -251,7 +251,7 @@ def never_ends(h: History) -> Seen | None:
 
 
 def _end_matters(h: History) -> bool:
-    """The run asks for responses that end."""
+    """Returns True if the settings penalise responses that do not end."""
     return h.setting('missing_eos_score') is not None or bool(h.setting('overlong_filter', False))
 
 
@@ -259,7 +259,7 @@ def _end_matters(h: History) -> bool:
 def length_limit(h: History) -> Seen | None:
     if h.count(ENDED) < NOW:
         return None
-    # An episode may also end without an end of its own because its turns are used up, which is no want of room.
+    # An episode may also be cut by max_turns, which is not the limit of tokens.
     whole = [1.0 - share for share in h.values(CUT)] if h.has_episodes else h.values(ENDED)
     ended = median(whole[-NOW:])
     cut, first = 1.0 - ended, 1.0 - median(whole[:START])
@@ -271,9 +271,9 @@ def length_limit(h: History) -> Seen | None:
     from_start = matters and median(whole[:NOW]) >= LIMITS['chance']
     if not (drifted or from_start) or (room is not None and room < LIMITS['short_limit']):
         return None
-    told = f'max_new_tokens={room}' if room else 'the limit of tokens'
+    limit = f'max_new_tokens={room}' if room else 'the limit of tokens'
     return Seen(
-        f'{cut:.0%} of responses are cut at {told} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
+        f'{cut:.0%} of responses are cut at {limit} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
         'responses have grown into the limit' if drifted else 'the limit is shorter than what the model wants to say',
         f'max_new_tokens to {2 * room if room else "twice as many"}, or make an end worth it: missing_eos_score '
         'one standard deviation below the mean score, or overlong_filter=True',

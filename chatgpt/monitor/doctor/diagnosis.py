@@ -1,5 +1,5 @@
-"""From the numbers of a run to findings, phase by phase, while it goes on or afterwards; and the explanation of each
-finding, a section of docs/doctor.md, which an installed package has a copy of."""
+"""Finds faults of a run phase by phase, during the run or afterwards, and explains them with the sections of
+docs/doctor.md, of which an installed package has a copy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from chatgpt.names import hint
 
 
 class Diagnosis:
-    """A run that is looked at phase by phase. What has been found once is not found again.
+    """The findings of a run, phase by phase. Each finding is reported once.
 
     Args:
-        record: what the run is; see `RunRecord`.
-        settings: of a folder without a record.
-        found: keys that count as found already.
+        record: the run's record.
+        settings: the run's settings, if it has no record.
+        found: keys of findings that are not reported again.
     """
 
     def __init__(
@@ -34,30 +34,30 @@ class Diagnosis:
         """key → phase in which it was first seen"""
 
     def remember(self, row: Mapping[str, Any]) -> None:
-        """A phase that was looked at before, as at a resume: its numbers count, and nothing is found in it."""
+        """Adds the metrics of a phase without checking it, as at a resume."""
         self.history.add(row)
 
     def see(self, row: Mapping[str, Any]) -> list[Finding]:
-        """What begins with the phase of these metrics, which hold its number as `step`."""
+        """Adds the metrics of a phase, with its number as `step`, and returns the new findings."""
         self.history.add(row)
         new = []
         for key, check in CHECKS.items():
             if self.found.keys() & {key, *check.unless} or (seen := check.look(self.history)) is None:
                 continue
-            said = {'level': check.level, 'title': check.title} | {k: v for k, v in seen._asdict().items() if v}
-            new.append(Finding(key=key, step=self.history.step, **said))
+            fields = {'level': check.level, 'title': check.title} | {k: v for k, v in seen._asdict().items() if v}
+            new.append(Finding(key=key, step=self.history.step, **fields))
             self.found[key] = self.history.step
         return new
 
 
 def diagnose(run: RunFolder) -> list[Finding]:
-    """All findings of a run, by the phase in which they began. A run without metrics has none."""
+    """Returns all findings of a run, ordered by the phase in which they began."""
     diagnosis = Diagnosis(run.record, run.config)
     return [finding for row in run.metrics for finding in diagnosis.see(row)]
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """By level, then by phase."""
+    """Returns findings sorted by level, then by phase."""
     return sorted(findings, key=lambda f: (LEVELS.index(f.level), f.step))
 
 
@@ -70,17 +70,17 @@ PAGE = Path(__file__).resolve().parents[3] / 'docs' / 'doctor.md'
 
 @cache
 def explanations() -> dict[str, str]:
-    """Text by the key of a finding, in the order of the page; links are their words alone."""
+    """Returns the explanations by key of a finding, in the order of the page, without the targets of links."""
     text = (COPY if COPY.is_file() else PAGE).read_text(encoding='utf-8')
     sections = re.findall(r'^### (\S+)\n(.*?)(?=^##)', text, re.MULTILINE | re.DOTALL)
     return {key: re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', section).strip() for key, section in sections}
 
 
 def explain(key: str) -> str:
-    """The explanation of a finding.
+    """Returns the explanation of a finding.
 
     Raises:
-        ValueError: there is no finding of that key; names the nearest.
+        ValueError: if there is no finding of that key; names the nearest.
     """
     if key not in explanations():
         raise ValueError(f'--explain {key}: the doctor has no such finding{hint(key, explanations())}')
@@ -88,7 +88,7 @@ def explain(key: str) -> str:
 
 
 def overview() -> str:
-    """Each key with the beginning of what is seen."""
+    """Returns a line per finding: its key and the start of its explanation."""
     width = max(map(len, explanations()))
     seen = {key: ' '.join(text.split('\n\n')[0].removeprefix('Seen: ').split()) for key, text in explanations().items()}
     return '\n'.join(f'{key:{width}}  {text if len(text) < 90 else text[:87] + "..."}' for key, text in seen.items())

@@ -1,4 +1,4 @@
-"""A finding of the doctor, and the checks that make one."""
+"""Findings of the doctor, and the registry of checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatgpt.monitor.doctor.history import History
 
 Level = Literal['error', 'warning', 'note']
 LEVELS: tuple[str, ...] = get_args(Level)
-"""worst first: an error makes the run's result wrong or worthless, a warning wastes it, a note may be intended"""
+"""worst first: an error makes the result wrong or worthless, a warning wastes it, a note may be intended"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that is wrong with a run, or may be."""
+    """A fault, or a possible fault, of a run."""
 
     key: str
     step: int
@@ -25,43 +25,42 @@ class Finding:
     evidence: str
     """the numbers"""
     cause: str
-    """the likeliest"""
+    """the likeliest cause"""
     change: str
     """what to change, and by how much"""
 
     @property
     def more(self) -> str:
-        """The command that explains it."""
+        """The command that explains the finding."""
         return f'chatgpt-rlhf doctor --explain {self.key}'
 
     def line(self) -> str:
-        """All of it on one line, as a run says it."""
+        """Returns the finding as one line, as a run prints it."""
         return (
             f'doctor, phase {self.step}: {self.level}: {self.title}: {self.evidence}. Likely cause: {self.cause}. '
             f'Change: {self.change} ({self.more})'
         )
 
     def text(self) -> str:
-        """All of it on five lines, as the command prints it."""
+        """Returns the finding as five lines, as the command prints it."""
         parts = {'seen': self.evidence, 'cause': self.cause, 'change': self.change, 'more': self.more}
         head = f'{self.level}, from phase {self.step}: {self.title}'
         return '\n'.join([head, *(f'  {name:8}{text}' for name, text in parts.items())])
 
     def row(self) -> dict[str, Any]:
-        """A line of findings.jsonl, but for its `step`."""
+        """Returns a line of findings.jsonl, without its `step`."""
         fields = asdict(self)
         return {'finding': fields.pop('key')} | {name: value for name, value in fields.items() if name != 'step'}
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Finding:
-        """The finding of a line of findings.jsonl. Raises KeyError for a line that lacks a part."""
+        """Returns the finding of a line of findings.jsonl. Raises KeyError for a missing field."""
         names = ('step', 'level', 'title', 'evidence', 'cause', 'change')
         return cls(key=row['finding'], **{name: row[name] for name in names})
 
 
 class Seen(NamedTuple):
-    """What a check has found: the numbers, the likely cause, what to change; and where they differ from the check's
-    own, title and level."""
+    """The result of a check: numbers, likely cause, change; title and level if they differ from the check's."""
 
     evidence: str
     cause: str
@@ -71,7 +70,7 @@ class Seen(NamedTuple):
 
 
 class Check(NamedTuple):
-    """`unless`: findings after which this one is not reported, since they are the same thing from another side."""
+    """A check. `unless`: findings after which this one is not reported, since they have the same cause."""
 
     level: Level
     title: str
@@ -80,7 +79,7 @@ class Check(NamedTuple):
 
 
 CHECKS: dict[str, Check] = {}
-"""by the key of what they find, in the order in which they are asked"""
+"""checks by the key of their finding, in the order in which they run"""
 
 
 def check(key: str, level: Level, title: str, *, unless: tuple[str, ...] = ()) -> Any:

@@ -1,7 +1,6 @@
-"""The numbers of a run up to some phase, as the checks look at them.
+"""The metrics of a run up to some phase, for the checks of the doctor. See docs/metrics.md for their meaning.
 
-The same object is built phase by phase while a run goes on and afterwards from its folder, so both see the same. Left
-out: what the numbers mean (docs/metrics.md).
+It is built phase by phase, during a run or from its folder, so that both give the same findings.
 """
 
 from __future__ import annotations
@@ -15,15 +14,16 @@ from chatgpt.monitor.run_folder.record import RunRecord
 
 ONLINE, OFFLINE = 'ppo', ('sft', 'rm', 'dpo', 'orpo', 'simpo', 'kto', 'ilql')
 START, NOW = 3, 5
-"""phases whose median is 'at the start' and 'now': one odd phase in three, or two in five, do not move it"""
+"""number of first and latest phases of the medians 'at the start' and 'now': one outlier in three, or two in five, do
+not move them"""
 
 
 class History:
-    """Metrics so far, and what the run is.
+    """The metrics of a run so far, and facts about the run.
 
     Args:
-        record: what run.json says; None of a folder without one.
-        settings: in place of the record's, where it has none.
+        record: content of run.json; None if there is none.
+        settings: settings of a run without a record.
     """
 
     def __init__(self, record: RunRecord | None = None, settings: Mapping[str, Any] | None = None) -> None:
@@ -36,7 +36,7 @@ class History:
         self._range: dict[str, tuple[float, float]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """The metrics of one more phase, with its `step`. What is no finite number is left out."""
+        """Adds the metrics of a phase, with its `step`. Values that are not finite numbers are ignored."""
         self.step = int(row['step'])
         for name, value in row.items():
             if name != 'step' and isinstance(value, (int, float)) and math.isfinite(value):
@@ -48,72 +48,72 @@ class History:
     # ------------------------------------------------------------------ metrics
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(phase, value), oldest first."""
+        """Returns (phase, value), oldest first."""
         return self._series.get(name, [])
 
     def values(self, name: str) -> list[float]:
         return self._values.get(name, [])
 
     def names(self) -> list[str]:
-        """Metrics seen so far."""
+        """Returns the names of the metrics so far."""
         return list(self._values)
 
     def count(self, name: str) -> int:
-        """Phases that measured it."""
+        """Returns the number of phases with the metric."""
         return len(self.values(name))
 
     def last(self, name: str, count: int) -> list[float]:
-        """The latest `count` values, or fewer."""
+        """Returns the latest `count` values, or fewer."""
         return self.values(name)[-count:]
 
     def newest(self, name: str) -> float | None:
-        """Of the present phase; None where it was not measured in it."""
+        """Returns the value of the present phase; None if it has none."""
         series = self.series(name)
         return series[-1][1] if series and series[-1][0] == self.step else None
 
     def lowest(self, name: str) -> float:
-        """Of all phases so far. Ask `count` first."""
+        """Returns the minimum so far. The metric must have a value (see `count`)."""
         return self._range[name][0]
 
     def highest(self, name: str, otherwise: float | None = None) -> float:
-        """Of all phases so far. Ask `count` first, or give what it is where nothing was measured."""
+        """Returns the maximum so far, `otherwise` if there is no value."""
         return self._range[name][1] if otherwise is None or name in self._range else otherwise
 
     def start(self, name: str) -> float:
-        """Median of the first phases. Ask `count` first."""
+        """Returns the median of the first phases. The metric must have a value."""
         return median(self.values(name)[:START])
 
     def now(self, name: str) -> float:
-        """Median of the latest phases. Ask `count` first."""
+        """Returns the median of the latest phases. The metric must have a value."""
         return median(self.values(name)[-NOW:])
 
     def around(self, name: str, step: int) -> float | None:
-        """Median of the phases within two of `step`."""
+        """Returns the median of the phases within 2 of `step`; None if there is none."""
         near = [value for at, value in self.series(name)[: step + NOW] if abs(at - step) <= NOW // 2]
         return median(near) if near else None
 
-    # ------------------------------------------------------------------ what the run is
+    # ------------------------------------------------------------------ the run
 
     @property
     def is_online(self) -> bool:
-        """It collects and learns with PPO or a relative of it."""
+        """True if the run collects and learns, with PPO or a related method."""
         return 'rollout/score_mean' in self._values
 
     @property
     def learning(self) -> str | None:
-        """First part of the names of what is learned: 'ppo', 'sft', 'rm', ...; None where that is not known."""
+        """Prefix of the metrics of learning: 'ppo', 'sft', 'rm', ...; None if it is not known."""
         if self.is_online:
             return ONLINE
         return next((prefix for prefix in OFFLINE if f'{prefix}/loss' in self._values), None)
 
     def setting(self, name: str, otherwise: Any = None) -> Any:
-        """A setting of the trainer; `otherwise` where it is not known."""
+        """Returns a setting of the trainer, `otherwise` if it is not known."""
         known = self.record.settings if self.record is not None and self.record.settings else self._settings
         value = known.get(name, otherwise)
         return otherwise if value is None else value
 
     def generation(self, name: str) -> Any:
-        """A setting of generating; None where it is not known."""
+        """Returns a setting of generation, None if it is not known."""
         return self.record.generation.get(name) if self.record is not None else None
 
     def data(self, name: str) -> Any:
@@ -130,7 +130,7 @@ class History:
 
     @property
     def trained(self) -> dict[str, Any]:
-        """The policy, or the one model that is trained: kind, parameters, trained; empty where it is not known."""
+        """Facts about the policy, or the trained model: kind, parameters, trained; empty if they are not known."""
         models = self.record.models if self.record is not None else {}
         return models.get('actor') or next(iter(models.values()), {})
 
@@ -140,22 +140,22 @@ class History:
 
     @property
     def shares_trunk(self) -> bool:
-        """Policy and value head are one model, with one optimizer."""
+        """True if policy and value head are one model, with one optimizer."""
         return self.has_critic and 'ppo/critic_lr' not in self._values
 
     @property
     def has_episodes(self) -> bool:
-        """The policy acts in an environment, over several turns."""
+        """True if the policy acts in an environment, over several turns."""
         return 'environment/num_turns_mean' in self._values
 
     def drawn_lengths(self) -> list[float]:
-        """Tokens of a response that the policy drew, by phase: all but an environment's observations."""
+        """Returns the mean number of sampled tokens of a response, by phase, without observations of an environment."""
         lengths, observed = self.values('rollout/response_len_mean'), self.values('environment/observation_share')
         return [n * (1.0 - share) for n, share in zip(lengths, observed, strict=False)] if observed else lengths
 
     @property
     def solved_share(self) -> float:
-        """Where the mean score stands in the range of all scores so far: 0 at the lowest, 1 at the highest."""
+        """The position of the mean score in the range of all scores so far, from 0 to 1."""
         low, high = self.lowest('rollout/score_min'), self.highest('rollout/score_max')
         return (self.now('rollout/score_mean') - low) / (high - low) if high > low else 0.0
 

@@ -1,4 +1,4 @@
-"""Checks of what is learned: steps, KL, critic, gradients, schedule, evaluation; and of where the time goes."""
+"""Checks of learning (steps, KL, critic, gradients, schedule, evaluation) and of time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatgpt.monitor.doctor.limits import LIMITS
 from chatgpt.monitor.learning_rate import recommended_lr
 
 AT_CHANCE = ('rm', 'dpo')
-"""whose accuracy begins at one half"""
+"""methods with an accuracy of 1/2 at the start"""
 
 
 @check('nothing-moves', 'warning', 'nothing moves')
@@ -30,7 +30,7 @@ def _policy(h: History) -> Seen | None:
     if h.step < LIMITS['min_phases'] or (h.values('ppo/num_updates') or [0.0])[-1] < LIMITS['min_updates']:
         return None
     if h.now('rollout/score_std') == 0.0:
-        return None  # there is nothing to learn from, which is another finding
+        return None  # without different scores nothing can be learned, which is another finding
     seen = []
     length = max(median(h.drawn_lengths()[-NOW:]), 1.0)
     if h.highest('rollout/kl_k3_mean') > 0.0:
@@ -57,7 +57,7 @@ def _supervised(h: History) -> Seen | None:
         return None
     start, now = h.start(name), h.now(name)
     if prefix in AT_CHANCE and h.count(accuracy):
-        # New weights begin with a loss above that of guessing, and lose that much without learning anything.
+        # A new head starts above the loss of chance, and falls to it without learning anything.
         off = fmean(h.last(accuracy, START + NOW)) - 0.5
         still, at_chance = off <= LIMITS['chance'], off <= LIMITS['chance_late']
     else:
@@ -67,16 +67,16 @@ def _supervised(h: History) -> Seen | None:
         return None
     rate, rule = _rates(h, f'{prefix}/lr')
     low = rate is not None and rule is not None and rate * LIMITS['low_lr'] <= rule
-    # That the data hold nothing to learn shows only in the long run.
+    # Only a long run shows that the data have no signal.
     late = h.num_phases is not None and h.step >= max(LIMITS['late'] * h.num_phases, 2 * LIMITS['min_phases'])
     if not (low or (at_chance and late)):
         return None
-    told = f', accuracy {fmean(h.last(accuracy, START + NOW)):.2f}' if h.count(accuracy) else ''
-    return _finding(h, f'{prefix}/lr', f'in {h.step} logged phases {name} went from {start:.4g} to {now:.4g}{told}')
+    also = f', accuracy {fmean(h.last(accuracy, START + NOW)):.2f}' if h.count(accuracy) else ''
+    return _finding(h, f'{prefix}/lr', f'in {h.step} logged phases {name} went from {start:.4g} to {now:.4g}{also}')
 
 
 def _rates(h: History, name: str) -> tuple[float | None, float | None]:
-    """The highest learning rate so far, and the rule for this size."""
+    """Returns the highest learning rate so far, and the recommended one for this model."""
     rates, parameters = h.values(name), h.trained.get('parameters')
     rule = recommended_lr(parameters, h.learning or 'sft', h.trained.get('trained')) if parameters else None
     return (max(rates) if rates else None), rule
@@ -85,8 +85,8 @@ def _rates(h: History, name: str) -> tuple[float | None, float | None]:
 def _finding(h: History, lr_name: str, evidence: str) -> Seen:
     rate, rule = _rates(h, lr_name)
     parameters = h.trained.get('parameters')
-    told = f', lr {rate:.1g}' if rate is not None else ''
-    told += f', {parameters:,} parameters' if parameters else ''
+    facts = f', lr {rate:.1g}' if rate is not None else ''
+    facts += f', {parameters:,} parameters' if parameters else ''
     if rate is not None and rule is not None and rate * LIMITS['low_lr'] > rule:
         cause = (
             'the learning rate fits the size, so the data: labels without signal, answers that were cut to the same '
@@ -97,7 +97,7 @@ def _finding(h: History, lr_name: str, evidence: str) -> Seen:
         cause = 'the learning rate is too low for a model of this size'
         change = f'raise lr to {rule:.0e}' if rule is not None else 'raise lr tenfold, until the loss or the KL moves'
         change += f' ({rule / rate:.2g} times as much)' if rule is not None and rate else ''
-    return Seen(evidence + told, cause, change)
+    return Seen(evidence + facts, cause, change)
 
 
 CAUSES = (
@@ -190,8 +190,7 @@ def kl_runs_away(h: History) -> Seen | None:
 
 
 def _thrown_away(h: History) -> Seen | None:
-    """Before there are phases for a trend: a distance that no learning comes to so soon, or a large one and a lower
-    score."""
+    """Checks the first phases, too few for a trend: a KL far above normal, or a large one with a lower score."""
     values, lengths = h.values('rollout/kl_mean'), h.drawn_lengths()
     if len(values) < 2 or not lengths:
         return None
@@ -257,7 +256,7 @@ def entropy_collapses(h: History) -> Seen | None:
     gain = h.now('rollout/score_mean') - h.start('rollout/score_mean')
     spread = h.start('rollout/score_std')
     if gain > LIMITS['entropy_gain'] * spread:
-        return None  # sure of the right thing
+        return None  # the policy has become certain of better responses
     rate, bonus = h.highest('ppo/lr', 0.0), h.setting('entropy_coef', 0.0)
     return Seen(
         f'{start:.3g} -> {now:.2g} nats per token since the start, while the score gained {gain:+.2g} '
@@ -372,7 +371,7 @@ def overoptimisation(h: History) -> Seen | None:
 
 
 def _sign(h: History, name: str) -> int:
-    """1 where higher is better, −1 where lower is, 0 where that is not known."""
+    """Returns 1 if higher is better, −1 if lower is better, 0 if it is not known."""
     best = h.values(f'{name}_best')
     if len(best) >= 3 and len(best) == h.count(name):
         values = h.values(name)
@@ -431,11 +430,11 @@ def eval_loss_rises(h: History) -> Seen | None:
     if then is None or h.now(train) >= then:
         return None
     epochs = [value for step, value in h.series(f'{h.learning}/epoch') if step == at]
-    told = f', after {epochs[0]:.2g} epochs' if epochs else ''
+    epoch = f', after {epochs[0]:.2g} epochs' if epochs else ''
     return Seen(
         f'{val} {best:.4g} at phase {at} -> {series[-1][1]:.4g}, {train} {then:.4g} -> {h.now(train):.4g}',
         'the model learns its training records by heart',
-        f'take the model of phase {at}{told}: max_epochs={max(round(epochs[0]), 1) if epochs else 1}; or more '
+        f'take the model of phase {at}{epoch}: max_epochs={max(round(epochs[0]), 1) if epochs else 1}; or more '
         'data, or StopOnPlateau on the eval loss',
     )
 

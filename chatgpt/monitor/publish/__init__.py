@@ -1,5 +1,5 @@
-"""A trained model for others: its card (`write_card`), and the way to the Hugging Face Hub (`check_push` before a run,
-`push_folder` after it). No torch."""
+"""Publishing a trained model: its card (`write_card`), and the upload to the Hugging Face Hub (`check_push` before a
+run, `push_folder` after it). Imports no torch."""
 
 from typing import TYPE_CHECKING
 

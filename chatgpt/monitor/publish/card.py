@@ -1,6 +1,6 @@
 """The model card of a saved model: README.md from the template `card.md.j2`.
 
-The card shows of a path its last part only, and neither the command line nor names of machines and accounts.
+Of paths the card shows only the last part; it does not show the command line or names of machines and accounts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CARD, NUM_SAMPLES = 'README.md', 3
 MARKER = '<!-- Written by chatgpt-rlhf.'
 NOTE = f'{MARKER} Saving the model here again replaces this page; without this line it is yours, and stays. -->'
 MOST_CHARACTERS = 600
-"""of a sample"""
+"""maximum length of a sample"""
 UNSHOWN = frozenset({'save_path', 'model_path', 'resume', 'push_to_hub', 'hub_private', 'card_samples', 'plan'})
-"""settings of where things are written"""
+"""settings that the card does not show"""
 RUN_FILES = ('actor', 'reward_model', 'model', 'hf_model', 'adapter', 'critic')
-"""folder names that say nothing of the run"""
+"""folder names that do not identify a run"""
 FILES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet', '.txt', '.arrow', '.py', '.gz', '.yaml', '.yml', '.bin', '.git')
 Role = Literal['actor', 'reward_model', 'critic']
 Measured = list[tuple[str, float | None, float, float | None]]
@@ -36,14 +36,14 @@ Measured = list[tuple[str, float | None, float, float | None]]
 
 @dataclass(kw_only=True)
 class ModelFacts:
-    """What is known of a model and of the run that trained it; `record` is None of a model saved without a run.
+    """Facts about a model and the run that trained it; `record` is None for a model saved without a run.
 
     Args:
-        samples: rows with prompt, response and score of one phase.
-        improved: over the run, in a line.
-        source: what the model was loaded from, a hub name or a folder.
-        rank: of the adapters, where only these are saved.
-        more: front matter, such as license or language; takes precedence over what is derived.
+        samples: rows of one phase with prompt, response and score.
+        improved: the improvement over the run, in a line.
+        source: hub name or folder that the model was loaded from.
+        rank: rank of the adapters, if only these are saved.
+        more: front matter, such as license or language; takes precedence over derived values.
     """
 
     record: RunRecord | None = None
@@ -61,7 +61,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, run: RunFolder, **more: Any) -> ModelFacts:
-        """Of a run's folder."""
+        """Returns the facts of a run's folder."""
         rows: Any = {name: getattr(run, name) for name in ('record', 'metrics', 'eval', 'findings')}
         samples = run.eval_samples or run.samples
         last = [row for row in samples if row['step'] == samples[-1]['step']]
@@ -69,7 +69,7 @@ class ModelFacts:
 
 
 class Base(NamedTuple):
-    """The model that a model was made of: the nearest name of the hub, the title of a local one, and its licence."""
+    """The base of a model: the nearest hub name, the title of a local model, and the licence."""
 
     hub: str | None = None
     local: str = ''
@@ -77,8 +77,8 @@ class Base(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """How a saved model is loaded. `auto`: class of transformers, or of `chatgpt.nn` for a head that transformers
-    lacks. `adapter_base`: of a folder with adapters alone, what they are loaded onto."""
+    """How a saved model is loaded. `auto`: class of transformers, or of `chatgpt.nn` for heads that transformers does
+    not have. `adapter_base`: base of a folder with adapters only."""
 
     auto: str
     own_head: bool
@@ -89,12 +89,12 @@ class Shape(NamedTuple):
 
 
 def is_ours(text: str) -> bool:
-    """Whether this library has written a card, and nobody has taken the marking line out."""
+    """Returns True if a card has the marker of this library."""
     return MARKER in text
 
 
 def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', num_samples: int = NUM_SAMPLES) -> bool:
-    """Write README.md into a saved model's folder. False, with nothing written, where there is somebody else's."""
+    """Writes README.md into a saved model's folder. Returns False, without writing, if one has no marker."""
     from huggingface_hub import ModelCard
 
     path = Path(folder, CARD)
@@ -130,14 +130,14 @@ def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', n
 
 
 def set_name(folder: str | Path, repo_id: str) -> None:
-    """Make the code of our card read the model from a repository."""
+    """Changes the code of our card to load the model from a repository."""
     path = Path(folder, CARD)
     if path.is_file() and is_ours(text := path.read_text(encoding='utf-8', errors='replace')):
         path.write_text(re.sub(r'(?m)^name = .*$', f'name = {repo_id!r}', text, count=1), encoding='utf-8')
 
 
 def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measured: Measured, base: Base) -> Any:
-    """`ModelCardData`, as the hub reads it."""
+    """Returns the card's metadata for the hub, a `ModelCardData`."""
     from huggingface_hub import EvalResult, ModelCardData
 
     method, settings = (facts.record.method, facts.record.settings) if facts.record else ('', {})
@@ -166,7 +166,7 @@ def front_matter(facts: ModelFacts, title: str, role: Role, shape: Shape, measur
 
 
 def base_of(source: str | None) -> Base:
-    """A name of the hub is taken as it is; a folder's card says what the model in it was made of."""
+    """Returns the base for a hub name or a folder; the card of a folder names the base of its model."""
     from huggingface_hub import ModelCard
 
     if not source or hub_name(source):
@@ -176,7 +176,7 @@ def base_of(source: str | None) -> Base:
         card = ModelCard(Path(source, CARD).read_text(encoding='utf-8'), ignore_metadata_errors=True)
         title = found[1] if is_ours(card.text) and (found := re.search(r'(?m)^# (.+)$', card.text)) else title
         known = card.data.to_dict()
-    except Exception:  # there is none, or a broken one of somebody else
+    except Exception:  # there is no card, or a broken one
         pass
     base, license = known.get('base_model'), known.get('license')
     hub = hub_name(base[0] if isinstance(base, list) and base else base)
@@ -184,7 +184,7 @@ def base_of(source: str | None) -> Base:
 
 
 def shape_of(folder: Path, role: Role) -> Shape:
-    """From the files of the saved folder."""
+    """Returns the `Shape` of a saved folder, from its files."""
     files = (folder / name for name in ('adapter_config.json', 'config.json'))
     adapter, config = (json.loads(path.read_text()) if path.is_file() else {} for path in files)
     encoder_decoder = adapter.get('task_type') == 'SEQ_2_SEQ_LM' or bool(config.get('is_encoder_decoder'))
@@ -201,8 +201,8 @@ def shape_of(folder: Path, role: Role) -> Shape:
 
 
 def measured_on_eval(found: Mapping[str, Column]) -> Measured:
-    """(metric, before training, last, best) of what was measured on eval data. The best is the greatest, of a loss or
-    perplexity the least; what is neither better nor worse, such as a length, has none."""
+    """Returns (metric, before training, last, best) of the metrics on eval data. The best is the maximum, of a loss or
+    perplexity the minimum; None for metrics without a direction, such as a length."""
     rows: Measured = []
     for name, (steps, column) in found.items():
         values = [value for value in column if value is not None]
@@ -216,24 +216,24 @@ def measured_on_eval(found: Mapping[str, Column]) -> Measured:
 
 
 def reward_of(record: RunRecord) -> str:
-    """The reward in the words of the command line or of a checkpoint, without checksums and folders."""
+    """Returns the reward as the command line or a checkpoint describes it, without checksums and folders."""
     if named := record.settings.get('reward_model') or record.settings.get('reward_fn'):
         return code(named)
     parts = record.reward if isinstance(record.reward, list) else [(None, record.reward)] if record.reward else []
-    told = []
+    parts_text = []
     for weight, described in parts:
         name, _, detail = str(described).partition(', ')
         kind = {'RewardModelScorer': 'the reward model', 'EnvironmentScorer': "the environment's reward"}.get(name)
         text = code(name) if kind is None else f'{kind} {code(detail)}' if detail else kind
-        told.append(text if weight is None else f'{number(weight)} × {text}')
-    return ('a weighted sum of rewards: ' if isinstance(record.reward, list) else '') + ', '.join(told)
+        parts_text.append(text if weight is None else f'{number(weight)} × {text}')
+    return ('a weighted sum of rewards: ' if isinstance(record.reward, list) else '') + ', '.join(parts_text)
 
 
-# ---------------------------------------------------------------------- values and texts as a public page may show them
+# ---------------------------------------------------------------------- values and texts for a public page
 
 
 def hub_name(source: Any) -> str | None:
-    """A name of the hub, `NAME` or `ACCOUNT/NAME`; None for a file, a folder, or no name at all."""
+    """Returns a hub name, `NAME` or `ACCOUNT/NAME`; None for a file, a folder, or anything else."""
     part = r'[A-Za-z0-9][\w.-]{0,95}'
     if not isinstance(source, str) or not re.fullmatch(f'{part}(/{part})?', source) or '--' in source or '..' in source:
         return None
@@ -241,7 +241,7 @@ def hub_name(source: Any) -> str | None:
 
 
 def without_paths(value: Any) -> Any:
-    """The value with the last part of every path alone, at any depth. Names of the hub stay."""
+    """Returns the value with every path, at any depth, replaced by its last part. Hub names stay."""
     if isinstance(value, Mapping):
         return {str(k): without_paths(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -256,7 +256,7 @@ def without_paths(value: Any) -> Any:
 
 
 def code(value: Any) -> str:
-    """A value without folders, as a code span inside a table."""
+    """Formats a value without folders, as a code span inside a table."""
     text = value_text(without_paths(value)).replace('\n', '⏎')
     fence = '`' * (1 + max(map(len, re.findall('`+', text)), default=0))
     pad = ' ' if '`' in text else ''
@@ -264,7 +264,7 @@ def code(value: Any) -> str:
 
 
 def block(text: Any) -> str:
-    """A model's text as an indented block, which nothing in it can end, cut at `MOST_CHARACTERS`. What is invisible or
-    changes the reading order is shown as an escape."""
+    """Formats a text as an indented block, which no text can end, cut at `MOST_CHARACTERS`. Characters that are
+    invisible or change the reading order are shown as escapes."""
     shown = str(text)[:MOST_CHARACTERS] + (' …' if len(str(text)) > MOST_CHARACTERS else '')
     return indent(''.join(c if c in '\n\t' or c.isprintable() else f'\\u{ord(c):04x}' for c in shown), 4 * ' ')

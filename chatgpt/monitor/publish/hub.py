@@ -1,6 +1,6 @@
-"""The way to the Hugging Face Hub: whether this account may upload there, asked before a run, and the upload after it.
+"""Uploads to the Hugging Face Hub: a check of the permission before a run, and the upload after it.
 
-Both go through huggingface_hub, so HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login` keep their meaning.
+Both use huggingface_hub, with HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and `hf auth login`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from urllib.parse import quote
 from chatgpt.monitor.publish.card import CARD, is_ours, set_name
 
 TIMEOUT_S = 10.0
-"""for the one question before a run"""
+"""time limit of a request"""
 
 
 class PushError(RuntimeError):
-    """A model could not be uploaded. It is on disk; says where, and the command that uploads it."""
+    """A model could not be uploaded. The message names its folder and the command that uploads it."""
 
 
 def check_push(repo_id: str, *, token: str | None = None) -> str:
-    """Find out in one call whether the model may be uploaded; nothing is made there. Returns `account/name`.
+    """Checks with one request that the model may be uploaded, and returns `account/name`. Creates nothing.
 
     Raises:
-        ValueError: no name of a repository, offline, not logged in, a token that is wrong or may not write there, no
-            answer; one line that says what to do.
+        ValueError: if `repo_id` is no name of a repository, the hub is offline or does not answer, or there is no
+            token, a wrong one, or one without permission to write; says what to do.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
@@ -47,7 +47,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
     try:
         answer = _get(f'{hub}/api/whoami-v2', token)
         account = answer.json() if answer.status_code == 200 else None
-    except Exception as error:  # of its HTTP library, which changes from version to version
+    except Exception as error:  # the HTTP library, and so its errors, depend on the version
         raise refused(f'no answer from {hub} ({_line(error)}); check the network, or leave push_to_hub out') from None
     if answer.status_code in (401, 403):
         raise refused(f'{hub} does not know this token; run `hf auth login` again, or set HF_TOKEN to a valid one')
@@ -60,7 +60,7 @@ def check_push(repo_id: str, *, token: str | None = None) -> str:
 
 
 def _fault(account: Mapping[str, Any], repo_id: str) -> str | None:
-    """Why this account may not upload there; None where it may, or where the hub does not say."""
+    """Returns why the account may not upload; None if it may, or the hub does not say."""
     owner, name = repo_id.partition('/')[0], account.get('name')
     roles = {name: None} | {org.get('name'): org.get('roleInOrg') for org in account.get('orgs') or ()}
     if owner not in roles:
@@ -84,16 +84,16 @@ def push_folder(
     token: str | None = None,
     revision: str | None = None,
 ) -> str:
-    """Upload all files of a model's folder to a model repository, which is made if absent; returns its address.
+    """Uploads all files of a model's folder to a repository, which is created if absent, and returns its address.
 
-    A README.md there that this library has not written stays as it is.
+    A README.md of the repository without our marker is not changed.
 
     Args:
-        private: only for a repository that is made; None is public, or what the organisation has set.
-        revision: a branch, made if absent, or refs/pr/N.
+        private: for a new repository; None: public, or the organisation's default.
+        revision: a branch, created if absent, or refs/pr/N.
 
     Raises:
-        PushError: the hub cannot be reached, or refuses; says how to upload the folder later.
+        PushError: if the hub cannot be reached, or refuses; says how to upload the folder later.
     """
     from huggingface_hub import HfApi
 
@@ -113,11 +113,11 @@ def push_folder(
             revision=revision,
             ignore_patterns=[CARD] if is_theirs else None,
         )
-    except Exception as error:  # of its HTTP library, which changes from version to version
+    except Exception as error:  # the HTTP library, and so its errors, depend on the version
         words = ['hf', 'upload', repo_id, str(folder), '.', *(['--private'] if private else [])]
         later = shlex.join([*words, *(['--revision', revision] if revision else [])])
-        told = f'the model could not be uploaded to {repo_id} ({_line(error)})'
-        raise PushError(f'{told}; it is in {folder}, and this uploads it later: {later}') from error
+        message = f'the model could not be uploaded to {repo_id} ({_line(error)})'
+        raise PushError(f'{message}; it is in {folder}, and this uploads it later: {later}') from error
     return str(repo)
 
 
@@ -128,7 +128,7 @@ def _get(address: str, token: str | None) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """What happened, on one line and without the token; of an error that only says where, what caused it."""
+    """Returns the message of an error, or of the cause of a RuntimeError, on one line and without the token."""
     while error.__cause__ is not None and type(error) is RuntimeError:
         error = error.__cause__
     return re.sub(r"(?<=Bearer )[^']+", '***', ' '.join(str(error).split())) or type(error).__name__

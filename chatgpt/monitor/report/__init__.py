@@ -1,4 +1,4 @@
-"""A page that shows a run, or several: what the doctor found, curves, samples, settings. One file, opens anywhere."""
+"""The report of one run or several: findings of the doctor, curves, samples, settings, in one HTML file."""
 
 from typing import TYPE_CHECKING
 

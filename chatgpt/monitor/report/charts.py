@@ -1,7 +1,7 @@
-"""Which charts a report has: the metrics of each and one sentence on what good looks like.
+"""The charts of a report: the metrics of each and a sentence on how a good curve looks.
 
-A metric is matched by the first chart that names it, with `*` for a part of a name. Whatever no chart names is drawn
-under 'Other', so nothing that a run has logged is left out. What the metrics mean is in docs/metrics.md.
+A metric belongs to the first chart with a matching name, where `*` stands for a part of a name. Metrics without a chart
+are under 'Other'. See docs/metrics.md for their meaning.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import yaml
 
 
 class Chart(NamedTuple):
-    """One set of axes over the learning phases.
+    """A chart over the learning phases.
 
     Args:
-        key: the end of its address in the page, `#chart-<key>`.
-        lines: names of metrics, or patterns of them.
-        band: a least and a greatest value of `lines[0]`, drawn as an area behind it.
-        stacked: the lines are parts of a whole.
+        key: end of its address in the page, `#chart-<key>`.
+        lines: names or patterns of metrics.
+        band: minimum and maximum of `lines[0]`, drawn as an area behind it.
+        stacked: True if the lines are parts of a whole.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Chart(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A chart with the metrics that a run has for it."""
+    """A chart with the metrics of a run."""
 
     chart: Chart
     lines: list[str]
@@ -47,19 +47,19 @@ def _groups() -> dict[str, tuple[Chart, ...]]:
 
 GROUPS = _groups()
 PLANNED = 'plan/peak_gib'
-"""memory by plan, a constant: no metric, but what run.json says"""
+"""planned memory, a constant of run.json"""
 CUT = 'rollout/cut_share'
-"""1 − rollout/ended_share: no metric either"""
+"""1 − rollout/ended_share"""
 RECORDED_ENDS = {'recorded/eos': 'eos', 'recorded/stop': 'stop', 'recorded/length': 'length'}
-"""shares of the recorded sequences by finish_reason: the same"""
+"""shares of the recorded sequences by finish_reason"""
 DERIVED = {PLANNED: 'plan', CUT: 'ran out of room', 'recorded/eos': 'end token', 'recorded/stop': 'stop string'} | {
     'recorded/length': 'ran out of room'
 }
-"""what is drawn and no metric, with its label"""
+"""lines that are no metrics, with their labels"""
 
 
 def choose(names: Iterable[str]) -> dict[str, list[Drawn]]:
-    """The charts of a run that has these metrics, by group; each metric is in exactly one of them."""
+    """Returns the charts of a run with these metrics, by group; each metric is in exactly one chart."""
     left = dict.fromkeys(names)
     found: dict[str, list[Drawn]] = {}
     for group, charts in GROUPS.items():
@@ -67,7 +67,7 @@ def choose(names: Iterable[str]) -> dict[str, list[Drawn]]:
         for chart in charts:
             lines = _taken(chart.lines, left)
             band = _taken(chart.band, left) if lines else []
-            if len(band) == 1:  # a least without a greatest is a line like others
+            if len(band) == 1:  # a minimum without a maximum is an ordinary line
                 lines, band = lines + band, []
             if lines:
                 drawn.append(Drawn(chart, lines, band))
@@ -81,7 +81,7 @@ def choose(names: Iterable[str]) -> dict[str, list[Drawn]]:
 
 
 def one_metric_each(drawn: Sequence[Drawn]) -> list[Drawn]:
-    """The same metrics with a chart for each, for the curves of several runs to be told apart by colour."""
+    """Returns a chart per metric, so that colours can distinguish several runs."""
     return [
         Drawn(Chart(_key(name), f'{d.chart.title} ({name})' if i else d.chart.title, d.chart.good, ()), [name], [])
         for d in drawn
@@ -92,12 +92,12 @@ def one_metric_each(drawn: Sequence[Drawn]) -> list[Drawn]:
 
 
 def words(name: str) -> str:
-    """The metric's own words, without its phase: 'score mean'."""
+    """Returns the name of a metric as words, without its prefix: 'score mean'."""
     return name.split('/', 1)[-1].replace('_', ' ')
 
 
 def _taken(patterns: Sequence[str], left: dict[str, None]) -> list[str]:
-    """The names that match, in the order of the patterns; they are taken out of `left`."""
+    """Removes the matching names from `left` and returns them, in the order of the patterns."""
     found = []
     for pattern in patterns:
         expression = re.compile(pattern.replace('*', '[^/]+'))
@@ -108,7 +108,7 @@ def _taken(patterns: Sequence[str], left: dict[str, None]) -> list[str]:
 
 
 def _one_each(names: list[str], left: dict[str, None]) -> list[Drawn]:
-    """A chart for each, together with the best value so far and the same on eval data where there are any."""
+    """Returns a chart per metric, with its best value so far and its value on eval data, if logged."""
     drawn = []
     for name in names:
         if name not in left:

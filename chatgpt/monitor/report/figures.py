@@ -1,5 +1,4 @@
-"""The curves of a page: a figure for each chart, with a table of its numbers, and the numbers for the script that
-draws."""
+"""The curves of a page: a figure per chart, with a table of its numbers, and the data for the script that draws it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ LABELS = DERIVED | {'rollout/ended_share': 'ended'}
 class Line(NamedTuple):
     label: str
     role: str
-    """'line', 'low' and 'high' (the band of the first line), 'plan', or 'dashed' (a line whose colour is taken)"""
+    """'line', 'low' and 'high' (the band of the first line), 'plan', or 'dashed' (a line with a colour used before)"""
     color: int
     column: Column
 
@@ -28,16 +27,15 @@ class Line(NamedTuple):
 class Curves(NamedTuple):
     html: str
     data: dict[str, Any]
-    """for report.js: the phases that lines share, by number, and the charts"""
+    """data of report.js: lists of phases, to which lines refer by number, and the charts"""
     places: list[tuple[str, str]]
-    """titles of groups, and where they are in the page"""
+    """titles and anchors of groups"""
     names: list[str]
-    """metrics that are drawn"""
+    """metrics of the charts"""
 
 
 def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = frozenset()) -> Curves:
-    """Figures of the metrics of the runs, at most the first `most`, with about `limit` points each; metrics in `known`
-    are linked to their meaning."""
+    """Returns at most `most` figures, with about `limit` points each; metrics in `known` link to their meaning."""
     metrics = dict.fromkeys(name for run in runs for name in run.columns)
     groups = choose(metrics)
     if len(runs) > 1:
@@ -68,9 +66,9 @@ def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = f
         if drawn:
             shown.append((group, place_of(group), figures))
     whole = sum(map(len, groups.values()))
-    told = f'{most} of {whole} charts; the numbers of all are in metrics.jsonl.' if whole > most else ''
+    note = f'{most} of {whole} charts; the numbers of all are in metrics.jsonl.' if whole > most else ''
     data = {'phases': [_short(at) for at in phases], 'charts': list(charts.values())}
-    return Curves(part('curves', shown, told), data, [(group, place) for group, place, _ in shown], list(metrics))
+    return Curves(part('curves', shown, note), data, [(group, place) for group, place, _ in shown], list(metrics))
 
 
 def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:
@@ -98,7 +96,7 @@ def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:
 
 
 def _figure(drawn: Drawn, key: str, lines: Sequence[Line], num_rows: int) -> dict[str, Any]:
-    """A chart's words, and its table of at most `num_rows` numbers; every third row is left in on paper."""
+    """Returns the texts of a chart, and its table of at most `num_rows` rows; print shows every third row."""
     lines = sorted(lines, key=lambda line: line.role in ('low', 'high'))
     values = [dict(zip(*line.column, strict=True)) for line in lines]
     phases = sorted({phase for line in lines for phase in line.column[0]})
@@ -124,7 +122,7 @@ def _figure(drawn: Drawn, key: str, lines: Sequence[Line], num_rows: int) -> dic
 
 
 def _short(phases: tuple[int, ...]) -> Any:
-    """The phases, or their first and number where none is left out."""
+    """Returns the phases, as first and count if they are consecutive."""
     if len(phases) > 2 and phases[-1] - phases[0] == len(phases) - 1:
         return {'first': phases[0], 'count': len(phases)}
     return list(phases)

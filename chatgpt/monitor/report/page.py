@@ -1,10 +1,9 @@
-"""report.html: one file that opens anywhere, at most 3 MB, and asks no network for anything.
+"""report.html: one file of at most 3 MB that works without a network.
 
     write_report('outputs/ppo')
     write_report(['outputs/ppo', 'outputs/grpo'], out='both.html')
 
-The page's own Content-Security-Policy lets nothing run but the scripts that it was written with, whatever texts a model
-has produced.
+The page's Content-Security-Policy allows only its own scripts, so that no text of a model can run as code.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ MOST_CHARTS = 1000
 BYTES_OF_A_POINT = 9
 FOR_ALL_BUT_ROLLOUTS = 2_600_000
 POINTS = (1000, 500, 250, 120, 60, 30, 12, 6)
-"""of a chart, at most: the first with which the curves fit"""
+"""maximum points of a chart; the first value is taken with which the curves fit"""
 TEXTS = (2000, 800, 300, 100, 0)
-"""characters of a sample's text, at most: the same; 0 leaves samples out"""
+"""maximum characters of a sample's text; the first value with which the page fits; 0: no samples"""
 
 Folder = str | os.PathLike[str]
 
 
 def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, title: str | None = None) -> Path:
-    """Write the page of a run, or of several with their curves in the same charts.
+    """Writes the report of a run, or of several with their curves in the same charts.
 
     Args:
-        folders: of the runs, with or without run.json.
-        out: file to write; None means report.html in the run's folder, for several runs in the current one.
-        title: None means the name of the run.
+        folders: folders of runs, with or without run.json.
+        out: file to write; None: report.html in the run's folder, for several runs in the working directory.
+        title: None: the name of the run.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: a folder is not that of a run, or its run.json is damaged.
-        OSError: the file could not be written; one that was there is untouched.
+        ValueError: if a folder is not that of a run, or its run.json is damaged.
+        OSError: if the file could not be written; an existing one is unchanged.
     """
     paths = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
     if not paths:
@@ -73,14 +72,14 @@ def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, 
 
 
 def page(runs: Sequence[Run], title: str) -> str:
-    """The whole page, shortened until it is within the limit. What room is left goes to recorded sequences."""
+    """Returns the page, shortened until it is within `LIMIT`, with as many recorded sequences as fit."""
     drawn = fitting_curves(runs)
     for limit in TEXTS:
         text = _assembled(runs, title, drawn, limit)
         if len(text.encode()) <= FOR_ALL_BUT_ROLLOUTS:
             break
     room = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
-    for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more room in a page than in JSON
+    for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more bytes in a page than in JSON
         rows = [rows_for_page(run.recorded, int(share * room)) for run in runs]
         if not any(rows):
             break
@@ -93,7 +92,7 @@ def page(runs: Sequence[Run], title: str) -> str:
 
 
 def fitting_curves(runs: Sequence[Run]) -> Curves:
-    """With as many points as fit; of very many metrics only the first have a chart."""
+    """Returns the curves with as many points as fit; if there are too many metrics, only the first have a chart."""
     lengths = [len(at) for run in runs for at, _ in run.columns.values()]
     fewest = (points for points in POINTS if BYTES_OF_A_POINT * sum(min(n, points) for n in lengths) <= FOR_CURVES)
     first = next(fewest, POINTS[-1])
@@ -107,10 +106,10 @@ def fitting_curves(runs: Sequence[Run]) -> Curves:
 
 @cache
 def meanings() -> dict[str, list[str]]:
-    """Unit and meaning of the metrics of docs/metrics.md, those it gives in a sentence too."""
+    """Returns unit and meaning of the metrics of docs/metrics.md, and of those that it derives from others."""
     found: dict[str, list[str]] = json.loads(asset('metrics.json'))
     for method in ('dpo', 'orpo', 'simpo', 'kto', 'ilql'):
-        of_method = {name: told for name, told in found.items() if name.startswith(f'{method}/')}
+        of_method = {name: entry for name, entry in found.items() if name.startswith(f'{method}/')}
         found |= {f'{method}/{name}': found[f'sft/{name}'] for name in ('grad_norm', 'grad_norm_max', 'lr', 'epoch')}
         for name, (unit, _) in of_method.items():
             found[name.replace('/', '/val_')] = [
@@ -150,7 +149,7 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int, rows:
 
 
 def policy(styles: str, scripts: Sequence[str]) -> str:
-    """What the page may load and run: what is in it as it was written, nothing else."""
+    """Returns the page's Content-Security-Policy, which allows only these styles and scripts."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""The parts of a page as data for the macros of `assets/report.html.j2`; `part` is one of them as HTML."""
+"""Data for the macros of `assets/report.html.j2`; `part` renders a macro."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ TILES = (
     ('perf/total_s', 'Seconds per phase'),
     ('perf/peak_memory_gib', 'Memory, GiB'),
 )
-"""at a glance: the first eight that a run has"""
+"""metrics of the overview; the first eight that a run has are shown"""
 COLORS = 8
-"""of page.css: --series-1 to --series-8"""
+"""number of colours of lines, --series-1 to --series-8 in page.css"""
 PHASES_SIDE_BY_SIDE, PROMPTS = 5, 12
 
 
@@ -63,27 +63,27 @@ def _macros() -> Any:
 
 
 def part(name: str, *values: Any, **named: Any) -> str:
-    """The HTML of a macro."""
+    """Returns the HTML of a macro."""
     return getattr(_macros(), name)(*values, **named)
 
 
 def facts_of(run: Run) -> list[str]:
-    """Method, phases and times, for the line below the title."""
+    """Returns method, phases and times, for the line below the title."""
     record, done = run.folder.record, run.folder.phase
     planned = record.num_phases if record is not None else None
-    told = [f'{done} of {planned} phases' if planned and planned != done else f'{done} phase{"s" * (done != 1)}']
+    facts = [f'{done} of {planned} phases' if planned and planned != done else f'{done} phase{"s" * (done != 1)}']
     if record is None:
-        return told
-    told.insert(0, record.method)
+        return facts
+    facts.insert(0, record.method)
     if record.starts:
         first, last = record.starts[0], record.starts[-1]
-        told.append(f'started {time_text(first.at)}')
+        facts.append(f'started {time_text(first.at)}')
         if last is not first:
-            told.append(f'resumed {time_text(last.at)} at phase {last.phase}')
+            facts.append(f'resumed {time_text(last.at)} at phase {last.phase}')
         start, end = moment_of(last.at), moment_of(record.ended)
         if start is not None and end is not None:
-            told.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
-    return told
+            facts.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
+    return facts
 
 
 def have_other_rewards(runs: Sequence[Run]) -> bool:
@@ -93,22 +93,22 @@ def have_other_rewards(runs: Sequence[Run]) -> bool:
 
 
 def tiles_of(run: Run) -> list[tuple[str, str, str | None]]:
-    """(label, now, at the start)."""
+    """Returns (label, now, at the start) of the metrics of the overview."""
     shown: dict[str, tuple[str, str, str | None]] = {}
     for name, label in TILES:
         values = [value for value in run.columns.get(name, ((), ()))[1] if value is not None]
         if not values or label in shown or len(shown) == 8:
             continue
         share = 1 if name.startswith('eval/') else max(1, len(values) // 10)
-        told = nats if name == KL else number
-        first = told(average(values[:share])) if len(values) > 1 else None
-        shown[label] = label, told(average(values[-share:])), first
+        formatted = nats if name == KL else number
+        first = formatted(average(values[:share])) if len(values) > 1 else None
+        shown[label] = label, formatted(average(values[-share:])), first
     return list(shown.values())
 
 
 def samples_of(run: Run) -> dict[str, Any] | None:
-    """Responses of several phases by prompt: those seen in most phases first, for they are the ones to compare; of
-    those seen once, as many of each phase."""
+    """Returns responses of several phases by prompt. Prompts of most phases come first, since their responses can be
+    compared; prompts of one phase are taken from each phase alike."""
     evaluated = run.folder.eval_samples
     rows = [row for row in evaluated or run.folder.samples if 'response' in row]
     if not rows:
@@ -143,26 +143,26 @@ def samples_of(run: Run) -> dict[str, Any] | None:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """`count` of them at equal distances, the first and the last included."""
+    """Returns `count` items at equal distances, the first and the last included."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 def about_answer(row: Mapping[str, Any]) -> str:
-    """Numbers of a response beside its score, and how it ended."""
-    told = [f'kl {nats(float(row["kl"]))}'] if isinstance(row.get('kl'), (int, float)) else []
-    told += [f'tokens {number(float(row["num_tokens"]))}'] if row.get('num_tokens') is not None else []
+    """Returns the numbers of a response beside its score, and how it ended."""
+    facts = [f'kl {nats(float(row["kl"]))}'] if isinstance(row.get('kl'), (int, float)) else []
+    facts += [f'tokens {number(float(row["num_tokens"]))}'] if row.get('num_tokens') is not None else []
     if 'end' in row:
-        told.append(f'{row["end"]}' + {True: ', success', False: ', no success', None: ''}[row.get('success')])
+        facts.append(f'{row["end"]}' + {True: ', success', False: ', no success', None: ''}[row.get('success')])
     elif row.get('ended') is False:
-        told.append('cut off')
-    return ', '.join(told)
+        facts.append('cut off')
+    return ', '.join(facts)
 
 
 def turns_of(parts: Sequence[Mapping[str, Any]], limit: int) -> Iterator[tuple[str, str, Any]]:
-    """Of an episode ('turn', text, (number, rewards)), ('told', text, None) for what the environment said, and ('more',
-    ...) where the texts together are longer than `limit`."""
+    """Yields the parts of an episode: ('turn', text, (number, rewards)), ('observation', text, None), and ('more', ...)
+    if the texts together are longer than `limit`."""
     room, turn = limit, 0
     for one in parts:
         is_turn = one.get('observation') is None
@@ -170,15 +170,15 @@ def turns_of(parts: Sequence[Mapping[str, Any]], limit: int) -> Iterator[tuple[s
         room -= len(text)
         turn += is_turn
         rewards = ', '.join(f'{n} {number(float(x))}' for n, x in one['rewards'].items()) if is_turn else ''
-        yield ('turn', text, (turn, rewards or 'no reward')) if is_turn else ('told', text, None)
+        yield ('turn', text, (turn, rewards or 'no reward')) if is_turn else ('observation', text, None)
         if room <= 0:
             yield 'more', '', None
             return
 
 
 def settings_of(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """All settings with their values, None where a run has none; those that differ from their defaults, or between the
-    runs, apart."""
+    """Returns all settings with their values, None if a run does not have one. Settings that differ from their
+    defaults, or between the runs, are separate."""
     each = [all_settings(run) for run in runs]
     names = dict.fromkeys(name for one in each for name in one)
     if not names:
@@ -200,7 +200,7 @@ def settings_of(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 
 def flat(value: Any) -> str:
-    """Names and values on one line."""
+    """Formats names and values on one line."""
     if isinstance(value, Mapping):
         return ', '.join(f'{name} {flat(inner)}' for name, inner in value.items() if inner is not None)
     if isinstance(value, (list, tuple)):
@@ -211,12 +211,12 @@ def flat(value: Any) -> str:
 
 
 def names_of_page(used: Sequence[str], meanings: Mapping[str, Sequence[str]]) -> list[tuple[list[str], str, str]]:
-    """(metrics, unit, meaning) of the metrics of the page, those of one meaning together."""
-    told: dict[tuple[str, ...], list[str]] = {}
+    """Returns (metrics, unit, meaning) of the metrics of the page; metrics with the same meaning share a row."""
+    names: dict[tuple[str, ...], list[str]] = {}
     for name in used:
         if name in meanings:
-            told.setdefault(tuple(meanings[name]), []).append(name)
-    return [(same, unit, meaning) for (unit, meaning), same in told.items()]
+            names.setdefault(tuple(meanings[name]), []).append(name)
+    return [(same, unit, meaning) for (unit, meaning), same in names.items()]
 
 
 def metric_id(name: str) -> str:

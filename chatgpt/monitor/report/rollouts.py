@@ -1,6 +1,4 @@
-"""Recorded sequences as the reader of a page wants them (`assets/rollouts.js`): small, and as many as a page has room
-for.
-"""
+"""Recorded sequences as compact rows for the reader of a page (`assets/rollouts.js`), as many as fit."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 DIGITS = 4
 """significant digits of a number on a page"""
 SHOWN = ('values', 'rewards', 'advantages', 'entropy')
-"""per-token arrays that the reader colours by, beside `log_ratio`"""
+"""per-token arrays by which the reader can colour tokens, beside `log_ratio`"""
 KEPT = (
     *('phase', 'index', 'group', 'prompt', 'response', 'score', 'shaped_score', 'kl', 'finish_reason', 'version'),
     *('prompt_tokens', 'tokens', 'token_ids', 'mask', 'weighted_scores'),
@@ -21,12 +19,11 @@ KEPT = (
 
 
 def page_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `read_rollouts` for the reader, JSON-able: numbers rounded to `DIGITS`, what is not finite None.
+    """Converts a row of `read_rollouts` for the reader: JSON values, numbers rounded to `DIGITS`, None if not finite.
 
-    `log_ratio`, old_logprobs − ref_logprobs per token, stands for both of them: rounded apart, two numbers of which one
-    is taken from the other would leave nothing. `episode` is there where an environment gave one: turns, end, message
-    and success; `last_turn` where the prompt is a conversation. The prompt's ids, returns and other columns are left
-    out.
+    `log_ratio`, old_logprobs − ref_logprobs per token, replaces both, since the difference of rounded numbers would be
+    mostly rounding error. `episode` (turns, end, message and success) is present for an environment, `last_turn` for a
+    conversation. Other columns, such as the prompt's ids and returns, are dropped.
     """
     gap = [old - ref for old, ref in zip(row['old_logprobs'], row['ref_logprobs'], strict=True)]
     arrays = {'log_ratio': gap} | {name: row[name] for name in SHOWN}
@@ -38,10 +35,10 @@ def page_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_for_page(rows: Iterable[Mapping[str, Any]], budget_bytes: int) -> list[dict[str, Any]]:
-    """As many rows, as `page_row` gives them, as fit into so many bytes of compact JSON; ordered by phase and index.
+    """Returns as many rows of `page_row` as fit into `budget_bytes` of compact JSON, ordered by phase and index.
 
-    Whole groups, in turns: the first group of every phase, then the second of every phase, and so on, until nothing
-    more fits. Phases take their turn in an order that halves the distance between them: last, first, middle, quarters.
+    Whole groups are taken: the first group of every phase, then the second of every phase, and so on. Phases are taken
+    in an order that halves the distance between them: last, first, middle, quarters.
     """
     phases: dict[int, dict[int, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -62,17 +59,16 @@ def rows_for_page(rows: Iterable[Mapping[str, Any]], budget_bytes: int) -> list[
 
 
 def phases_for_page(phases: SequenceOf[int], num: int = 12) -> list[int]:
-    """At most `num` of the recorded phases, at about equal distances, with the first and the last."""
+    """Returns at most `num` of the recorded phases, at about equal distances, with the first and the last."""
     return sorted(_spread(phases)[:num])
 
 
 def _spread(phases: Iterable[int]) -> list[int]:
-    """All phases, ordered so that any beginning of the list is spread over the run: last, first, then always the middle
-    of the widest gap that is left."""
+    """Orders phases so that every prefix covers the run evenly: last, first, then the middle of the widest gap."""
     known = sorted(phases)
     order = list(dict.fromkeys(known[-1:] + known[:1]))
     gaps = [(0, len(known) - 1)]
-    for low, high in gaps:  # grows while it is walked
+    for low, high in gaps:  # the loop appends to the list
         if high - low > 1:
             middle = (low + high) // 2
             order.append(known[middle])

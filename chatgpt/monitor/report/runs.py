@@ -1,4 +1,4 @@
-"""The runs of a page: what is read of each, once."""
+"""Reads the runs of a page."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from chatgpt.monitor.run_folder.rollouts import recorded_phases
 
 @dataclass
 class Run:
-    """A run folder, read; `name` tells it from the others of the page."""
+    """The data of a run; `name` is unique on the page."""
 
     name: str
     folder: RunFolder
     columns: dict[str, Column]
     findings: list[Finding]
     doctor_error: str = ''
-    """why the findings are not all there"""
+    """error of the doctor, if it failed"""
     recorded: list[dict[str, Any]] = field(default_factory=list)
     """sequences of phases at equal distances, with their per-token arrays"""
 
     @property
     def status(self) -> str:
-        """'running', 'ended', 'stopped', 'failed', or 'unknown' of a folder without run.json."""
+        """'running', 'ended', 'stopped', 'failed', or 'unknown' without run.json."""
         return self.folder.record.status if self.folder.record is not None else 'unknown'
 
 
 def read_run(path: str | os.PathLike[str], name: str) -> Run:
-    """
+    """Reads a run's folder.
+
     Raises:
-        ValueError: there is no such folder, or nothing of a run in it.
+        ValueError: if there is no such folder, or it is not that of a run.
     """
     folder = RunFolder(Path(path))
     found = columns([*folder.eval, *folder.metrics])
-    if 'rollout/ended_share' in found and 'environment/num_turns_mean' not in found:  # episodes say why they ended
+    if (
+        'rollout/ended_share' in found and 'environment/num_turns_mean' not in found
+    ):  # episodes have metrics for their ends
         at, shares = found['rollout/ended_share']
         found[CUT] = at, [None if share is None else 1 - share for share in shares]
     plan = (folder.record.plan if folder.record is not None else None) or {}
@@ -56,8 +59,8 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
 
 
 def why_ended(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """Of recorded sequences the shares that ended by an end token, a stop string or for want of room, by phase. Empty
-    where no stop string ended any: `rollout/ended_share`, of all sequences, says the same then."""
+    """Returns the shares of recorded sequences that ended by an end token, a stop string or the length limit, by phase.
+    Empty if no stop string ended any, since `rollout/ended_share`, of all sequences, is then enough."""
     reasons: dict[int, list[str]] = {}
     for row in rows:
         reasons.setdefault(row['phase'], []).append(row['finish_reason'])
@@ -70,7 +73,7 @@ def why_ended(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 
 
 def _findings(folder: RunFolder) -> tuple[list[Finding], str]:
-    """The worst first. A doctor that fails must not take the page with it."""
+    """Returns the findings, the worst first, and the error of the doctor if it fails: the page is written anyway."""
     try:
         return worst_first(diagnose(folder)), ''
     except Exception as failure:
@@ -78,7 +81,7 @@ def _findings(folder: RunFolder) -> tuple[list[Finding], str]:
 
 
 def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """Returns the shortest endings of the paths that are unique."""
     parts = [Path(path).absolute().parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ['/'.join(p[-count:]) for p in parts]
@@ -88,7 +91,6 @@ def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def all_settings(run: Run) -> dict[str, Any]:
-    """All that was set, by name: of the trainer and of generation, or what the config file says where there is no
-    run.json."""
+    """Returns all settings of trainer and generation by name; those of config.yaml without run.json."""
     record = run.folder.record
     return {**record.settings, **record.generation} if record is not None else dict(run.folder.config)

@@ -1,8 +1,7 @@
-"""The numbers of a run as columns, their improvement in a line, and fewer of them: a page holds about a thousand points
-per chart, whatever the run holds.
+"""The metrics of a run as columns, a summary of its improvement, and thinning to about a thousand points per chart.
 
-Thinning keeps, of each stretch of phases, the one with the least and the one with the greatest value of every line, and
-gaps; so no spike is lost and no value is made up.
+Thinning keeps, of each interval of phases, those with the minimum and maximum of every line, and gaps; so no spike is
+lost and no value is interpolated.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from typing import Any
 from chatgpt.monitor.run_folder import RunFolder
 
 Column = tuple[Sequence[int], Sequence[float | None]]
-"""phases, and the value at each; None where the run had none that is finite"""
+"""phases, and the value at each; None if it was not finite"""
 
 
 def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """Every metric of the rows, phases ascending. A phase whose row does not name the metric is left out of its column;
-    of two rows of a phase the later counts."""
+    """Returns the column of every metric, over the phases that have it; of several rows of a phase the last counts."""
     phases: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
     for row in sorted((r for r in rows if type(r.get('step')) is int), key=lambda r: r['step']):
         step = row['step']
         for name, value in row.items():
-            kind = type(value)  # of JSON, where True is no number
+            kind = type(value)  # exact types of JSON, so that True is no number
             if kind is float:
                 value = value if isfinite(value) else None
             elif not (kind is int or value is None) or name == 'step':
@@ -45,7 +43,7 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
 
 
 def kept(lines: Sequence[Sequence[float | None]], limit: int) -> list[int]:
-    """Which places of lines of equal length to keep, at most about `limit` (but the first and the last, always)."""
+    """Returns the indices to keep of lines of equal length, about `limit` at most, always the first and the last."""
     count = len(lines[0])
     if count <= limit:
         return list(range(count))
@@ -65,8 +63,7 @@ def kept(lines: Sequence[Sequence[float | None]], limit: int) -> list[int]:
 
 
 def thinned(lines: Mapping[str, Column], limit: int) -> dict[str, Column]:
-    """The lines of a chart with at most about `limit` points each. Those measured at the same phases keep the same
-    ones."""
+    """Returns the lines of a chart with at most about `limit` points each, at the same phases if these are equal."""
     together: dict[tuple[int, ...], list[str]] = {}
     for name, (at, _) in lines.items():
         together.setdefault(tuple(at), []).append(name)
@@ -80,13 +77,13 @@ def thinned(lines: Mapping[str, Column], limit: int) -> dict[str, Column]:
 
 
 def average(values: Sequence[float | None]) -> float | None:
-    """Mean of those that are numbers; None of none."""
+    """Returns the mean of the values that are not None; None if there is none."""
     finite = [value for value in values if value is not None]
     return math.fsum(finite) / len(finite) if finite else None
 
 
 def number(value: float | None) -> str:
-    """As short as it can be read: three digits that say something."""
+    """Formats a number with three significant digits."""
     if value is None or not isfinite(value):
         return 'none' if value is None else str(value)
     size = abs(value)
@@ -100,7 +97,7 @@ def number(value: float | None) -> str:
 
 
 def nats(value: float | None) -> str:
-    """A KL of responses: what is less than a ten thousandth is the rounding of sums in fp32."""
+    """Formats a KL of responses with four decimals: less than that is rounding of sums in fp32."""
     return number(None if value is None else round(value, 4))
 
 
@@ -111,16 +108,16 @@ IMPROVED: tuple[tuple[tuple[str, str], ...], ...] = (
     ((r'[^/]+/accuracy', 'accuracy'), (r'[^/]+/val_accuracy', 'eval accuracy')),
     ((r'[^/]+/loss', 'loss'), (r'[^/]+/val_loss', 'eval loss')),
 )
-"""what says how a run goes, by pattern of the metric's name: scores, else accuracies, else losses"""
+"""metrics that summarise a run, by pattern: scores, else accuracies, else losses"""
 
 KL = 'rollout/kl_mean'
 
 
 def what_improved(run: RunFolder) -> str:
-    """`score -1.44 → 2.31, eval score -1.2 → 2.2 in 40 phases, KL 3.2 nats per response`.
+    """Returns a summary: `score -1.44 → 2.31, eval score -1.2 → 2.2 in 40 phases, KL 3.2 nats per response`.
 
-    Of training the means of the first and of the last tenth of the phases, for single phases scatter; of an evaluation,
-    which has the same prompts each time, the first and the last.
+    Numbers of training are means over the first and the last tenth of the phases, since single phases are noisy; those
+    of evaluations, which have the same prompts each time, are the first and the last.
     """
     rows = [*run.metrics, *run.eval]
     found = columns({name: value for name, value in row.items() if _tells(name)} for row in rows)
@@ -128,8 +125,8 @@ def what_improved(run: RunFolder) -> str:
     if not last:
         return 'no learning phase was finished'
     kind = next((kind for kind in IMPROVED if any(_one(found, pattern) for pattern, _ in kind)), ())
-    told = [f'{word} {_from_to(column, word)}' for pattern, word in kind if (column := _one(found, pattern))]
-    text = f'{", ".join(told)} in ' if told else ''
+    changes = [f'{word} {_from_to(column, word)}' for pattern, word in kind if (column := _one(found, pattern))]
+    text = f'{", ".join(changes)} in ' if changes else ''
     text += f'{last} {"phase" if last == 1 else "phases"}'
     kl = _ends(found[KL], last)[1] if KL in found else None
     return text if kl is None else f'{text}, KL {nats(kl)} nats per response'
@@ -153,7 +150,7 @@ def _from_to(column: Column, word: str) -> str:
 
 
 def _ends(column: Column, phases: int) -> tuple[float | None, float | None]:
-    """Means of the first and of the last tenth."""
+    """Returns the means of the first and of the last tenth of `phases`, at least of one value."""
     values = [value for value in column[1] if value is not None]
     share = max(1, min(phases, len(values)) // 10)
     return average(values[:share]), average(values[-share:])

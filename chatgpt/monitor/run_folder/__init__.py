@@ -1,4 +1,4 @@
-"""The folder of a run and how it is read: record, metrics, samples, sequences. No torch."""
+"""The folder of a run: record, metrics, samples, recorded sequences. Imports no torch."""
 
 from chatgpt.monitor.run_folder.lines import JsonLines, json_safe, read_jsonl
 from chatgpt.monitor.run_folder.reading import RunFolder

@@ -1,7 +1,7 @@
-"""Files of JSON objects, one a line, that only ever grow and are cut back at a resume.
+"""Files of JSON objects, one per line, that are appended to and truncated at a resume.
 
-Each line is flushed and fsynced, so a killed run keeps all it has written. JSON has no NaN and no infinity: a value
-that is not finite is written as null, which every reader of JSON takes, and pandas reads as NaN.
+Each line is flushed and fsynced, so that a killed run keeps every line. JSON has no NaN and no infinity: values that
+are not finite are written as null, which pandas reads as NaN.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 SURROGATES = 'backslashreplace'
-"""half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape"""
+"""error handler that writes a lone surrogate, which UTF-8 cannot encode, as an escape of JSON"""
 
 
 def json_safe(value: Any) -> Any:
-    """The value with NaN and infinities replaced by None, and tensors and numpy numbers by Python's, at any depth."""
+    """Replaces NaN and infinities by None, and tensors and numpy numbers by Python's, at any depth."""
     if isinstance(value, Mapping):
         return {str(k): json_safe(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -33,13 +33,13 @@ def json_safe(value: Any) -> Any:
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each with a `step` that never falls; only ever appended to and cut back."""
+    """A file of JSON objects, one per line, each with a `step` that does not decrease."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write the records and make them durable. On failure (a full disk) the file is cut back to what it was."""
+        """Appends records and syncs the file. On failure (a full disk) the file is truncated to its old length."""
         text = ''.join(json.dumps(json_safe(r), ensure_ascii=False, allow_nan=False) + '\n' for r in records)
         with open(self.path, 'ab') as file:
             before = file.tell()
@@ -52,10 +52,8 @@ class JsonLines:
                 raise
 
     def begin(self, step: int) -> None:
-        """Get the file ready to go on after `step`. A run from the beginning moves an earlier run's lines aside.
-
-        They are kept as `<name>.previous.jsonl`, which the next such move replaces.
-        """
+        """Prepares the file for lines after `step`. With step 0 the file of an earlier run is renamed to
+        `<name>.previous.jsonl`, replacing an earlier one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if step > 0:
             self.truncate_to(step)
@@ -63,8 +61,7 @@ class JsonLines:
             os.replace(self.path, previous_of(self.path))
 
     def truncate_to(self, step: int) -> int:
-        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, goes too. Returns
-        bytes cut."""
+        """Truncates the file before its first line that is later or incomplete. Returns the bytes removed."""
         if not self.path.exists():
             return 0
         keep = 0
@@ -89,10 +86,10 @@ def _has_step_up_to(line: bytes, step: int) -> bool:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The objects of such a file; a torn last line is left out.
+    """Returns the objects of a file, without an incomplete last line.
 
     Raises:
-        ValueError: another line is no JSON object; names it.
+        ValueError: if another line is no JSON object; names it.
     """
     rows = []
     for number, line in enumerate(Path(path).read_bytes().split(b'\n')[:-1], 1):
@@ -107,5 +104,5 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def previous_of(path: Path) -> Path:
-    """Where a file of an earlier run in the same folder is kept; the next such run replaces it."""
+    """Returns the path to which the file of an earlier run in the same folder is renamed."""
     return path.with_name(f'{path.stem}.previous{path.suffix}')

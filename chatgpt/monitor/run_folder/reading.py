@@ -1,4 +1,4 @@
-"""A run's folder, read: everything but checkpoints and models. A part that is not there is empty."""
+"""Reads a run's folder, except checkpoints and models. Missing files are empty."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Row = dict[str, Any]
 
 
 class RunFolder:
-    """What a run has left, each part read when it is first asked for.
+    """The folder of a run. Each file is read at its first use.
 
     Args:
         path: the folder.
 
     Raises:
-        ValueError: there is no such folder, or it is not that of a run; says which folders below it are.
+        ValueError: if there is no such folder, or it is not that of a run; names the folders of runs in it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -34,8 +34,8 @@ class RunFolder:
         if not is_run(self.path):
             below = sorted(str(p) for p in self.path.iterdir() if is_run(p))
             more = f' and {len(below) - 5} more' if len(below) > 5 else ''
-            told = f'; these in it are: {", ".join(below[:5])}{more}' if below else ''
-            raise ValueError(f'{self.path} is not the folder of a run: it has no metrics.jsonl and no run.json{told}')
+            hint = f'; these in it are: {", ".join(below[:5])}{more}' if below else ''
+            raise ValueError(f'{self.path} is not the folder of a run: it has no metrics.jsonl and no run.json{hint}')
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class RunFolder:
 
     @cached_property
     def record(self) -> RunRecord | None:
-        """Of run.json; None for the folder of a version that wrote none."""
+        """Content of run.json; None if there is none."""
         return RunRecord.read(self.path)
 
     @cached_property
@@ -53,7 +53,7 @@ class RunFolder:
 
     @cached_property
     def eval(self) -> list[Row]:
-        """One row per evaluation; `step` 0 is that before training."""
+        """One row per evaluation; `step` 0 is before training."""
         return self._rows('eval.jsonl')
 
     @cached_property
@@ -62,7 +62,7 @@ class RunFolder:
 
     @cached_property
     def eval_samples(self) -> list[Row]:
-        """The same prompts at every evaluation."""
+        """Samples of evaluations, with the same prompts each time."""
         return self._rows('eval_samples.jsonl')
 
     @cached_property
@@ -70,19 +70,18 @@ class RunFolder:
         return self._rows('findings.jsonl')
 
     def rollouts(self, phases: Collection[int] | None = None, limit: int | None = None) -> list[Row]:
-        """Recorded sequences with their per-token arrays; `read_rollouts` of `run_folder.rollouts` finds more
-        narrowly."""
+        """Returns recorded sequences with per-token arrays; `run_folder.rollouts.read_rollouts` has more filters."""
         return read_rollouts(self.path / FOLDER, phases, limit=limit)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The settings of a run of the command line; empty for others."""
+        """Settings of a run of the command, from config.yaml; empty for others."""
         path = self.path / 'config.yaml'
         return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
 
     @property
     def phase(self) -> int:
-        """Learning phases that it has written down."""
+        """Number of learning phases in metrics.jsonl."""
         return int(self.metrics[-1]['step']) if self.metrics else 0
 
     def _rows(self, filename: str) -> list[Row]:

@@ -1,6 +1,6 @@
-"""run.json: what a run is, with what settings it was started, on what and when, and how it ended.
+"""run.json: settings, models, data, starts and end of a run.
 
-It is replaced as a whole, at every start and at the end; its numbers are in metrics.jsonl.
+The file is replaced atomically, at every start and at the end.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Status = Literal['running', 'ended', 'stopped', 'failed']
 
 @dataclass(kw_only=True)
 class Start:
-    """One start of the run: the first, or a resume."""
+    """A start of the run: the first, or a resume."""
 
     at: str
     """UTC, ISO 8601"""
     phase: int
-    """learning phases done before it"""
+    """number of learning phases before it"""
     command: list[str]
-    """the command line; what looks like a secret is left out"""
+    """the command line, without values that look like secrets"""
     git: dict[str, Any] | None = None
-    """commit, and whether tracked files differ from it, of the folder that the command was given in"""
+    """commit of the working directory, and dirty: True if tracked files differ from it"""
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     """system, processor, cores, memory_gib, gpus"""
@@ -38,37 +38,37 @@ class Start:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """What run.json holds. None is unknown."""
+    """The content of run.json. None: unknown."""
 
     method: str
-    """name in `METHODS` where there is one, else of the trainer's class"""
+    """name in `METHODS`, else the name of the trainer's class"""
     trainer: str
     settings: dict[str, Any] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
-    """of the same settings, when nothing is given"""
+    """default values of the settings"""
     generation: dict[str, Any] = field(default_factory=dict)
-    """max_new_tokens, temperature, ...; empty where nothing generates"""
+    """max_new_tokens, temperature, ...; empty if the run does not generate"""
     strategy: dict[str, Any] = field(default_factory=dict)
     """name, world_size, precision, device, seed"""
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """of each trained model kind, source, parameters, trained"""
+    """kind, source, parameters and trained (numbers) of each trained model"""
     optimizers: dict[str, Any] = field(default_factory=dict)
     reward: Any = None
-    """what scores, as a checkpoint describes it"""
+    """the reward, as a checkpoint describes it"""
     data: dict[str, Any] = field(default_factory=dict)
-    """prompts and how many of them are distinct; or records and eval_records"""
+    """numbers of prompts and distinct ones, or of records and eval_records"""
     plan: dict[str, Any] | None = None
-    """peak_gib, and phases {name: GiB}: memory of a rank, as planned"""
+    """planned memory of a rank: peak_gib, and phases {name: GiB}"""
     num_phases: int | None = None
     starts: list[Start] = field(default_factory=list)
     status: Status = 'running'
-    """also of a run that was killed"""
+    """'running' also if the run was killed"""
     phase: int = 0
     error: str | None = None
     ended: str | None = None
 
     def changed_settings(self) -> dict[str, tuple[Any, Any]]:
-        """{name: (value, default)} of the settings that differ from their defaults."""
+        """Returns {name: (value, default)} of the settings that differ from their defaults."""
         return {
             name: (value, self.defaults[name])
             for name, value in self.settings.items()
@@ -76,10 +76,10 @@ class RunRecord:
         }
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Replace the folder's run.json at once.
+        """Replaces the folder's run.json atomically.
 
         Raises:
-            OSError: it could not be written; the one before is untouched.
+            OSError: if it could not be written; the old file is unchanged.
         """
         path = Path(folder, FILENAME)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,10 +88,10 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> RunRecord | None:
-        """That of a folder; None where there is none.
+        """Reads the run.json of a folder; None if there is none.
 
         Raises:
-            ValueError: it is no such file, or of a newer format.
+            ValueError: if it is malformed, or has a newer format.
         """
         path = Path(folder, FILENAME)
         if not path.is_file():
@@ -112,16 +112,16 @@ class RunRecord:
 
 
 def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that this version knows."""
+    """Returns the fields that this version has."""
     names = {f.name for f in fields(kind)}
     return {name: value for name, value in content.items() if name in names}
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """The whole text or nothing, durable.
+    """Writes a text to a temporary file, syncs it and renames it.
 
     Raises:
-        OSError: it could not be written; what was there is untouched.
+        OSError: if it could not be written; the old file is unchanged.
     """
     temporary = path.with_name(f'.{path.name}.tmp-{os.getpid()}')
     try:

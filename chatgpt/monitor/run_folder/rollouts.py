@@ -2,8 +2,8 @@
 
     rollouts/phase-00000012.parquet
 
-A file is written under a temporary name and renamed, so a reader sees whole files only. What the columns mean is in
-docs/reading_rollouts.md.
+Files are written under a temporary name and renamed, so readers see complete files only. See docs/reading_rollouts.md
+for the columns.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 FOLDER = 'rollouts'
 FORMAT = '1'
 KEEP_AT_MOST = 0.75
-"""of a limit is left by thinning, so that it is not due again at the next phase"""
+"""share of a limit that remains after thinning, so that the next phase does not need another one"""
 _NAME = re.compile(r'phase-(\d{8,})\.parquet')
 _TEMPORARY = '.tmp'
 PER_TOKEN = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
-"""columns of (A,) float32, always there; `entropy` is null where it was not computed"""
+"""columns of (A,) float32, never null; `entropy` is null if it was not computed"""
 COLUMNS = (
     *('phase', 'index', 'group', 'prompt', 'response', 'score', 'shaped_score', 'kl', 'finish_reason', 'version'),
     *('prompt_ids', 'token_ids', 'prompt_tokens', 'tokens', 'mask', *PER_TOKEN, 'entropy'),
     *('weighted_scores', 'columns', 'episode', 'last_turn'),
 )
 ADDED = frozenset(('episode', 'last_turn'))
-"""columns that recordings of earlier versions lack; None when they are read"""
+"""columns that recordings of earlier versions do not have; read as None"""
 
 
 @cache
@@ -53,18 +53,18 @@ def file_of(folder: str | os.PathLike[str], phase: int) -> Path:
 
 
 def rollouts_folder(path: str | os.PathLike[str]) -> Path:
-    """`path` itself, or the rollouts of the run whose folder it is."""
+    """Returns the rollouts folder in a run's folder, or `path` itself if it has none."""
     inside = Path(path) / FOLDER
     return inside if inside.is_dir() else Path(path)
 
 
 def recorded_phases(path: str | os.PathLike[str]) -> list[int]:
-    """Phases that have a file, in order; [] without a folder. `path`: a run's folder, or its rollouts folder."""
+    """Returns the recorded phases, ascending. `path`: a run's folder, or its rollouts folder."""
     return sorted(phase for phase, _ in _files(rollouts_folder(path)))
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(phase, file), in no order."""
+    """Yields (phase, file), unordered."""
     if folder.is_dir():
         for name in os.listdir(folder):
             if found := _NAME.fullmatch(name):
@@ -75,13 +75,13 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def write_rollouts(folder: str | os.PathLike[str], phase: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a phase's rows, with the keys of `COLUMNS`; lists may be numpy arrays. The folder is made.
+    """Writes a phase's rows, with the keys of `COLUMNS`; lists may be numpy arrays. Creates the folder.
 
     Returns:
-        The file, which takes the place of an earlier one of that phase.
+        The file, which replaces an earlier one of that phase.
 
     Raises:
-        OSError: it could not be written (a full disk); nothing is left behind.
+        OSError: if it could not be written (a full disk); no partial file remains.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -97,7 +97,7 @@ def write_rollouts(folder: str | os.PathLike[str], phase: int, rows: Iterable[Ma
     temporary = path.with_name(path.name + _TEMPORARY)
     try:
         with open(temporary, 'wb') as file:
-            # A dictionary per column costs more than it saves in a file of a few rows.
+            # Dictionaries cost more than they save in a file of a few rows.
             pq.write_table(table, file, compression='zstd', use_dictionary=False, write_statistics=False)
         os.replace(temporary, path)
     except OSError:
@@ -107,8 +107,8 @@ def write_rollouts(folder: str | os.PathLike[str], phase: int, rows: Iterable[Ma
 
 
 def begin(folder: str | os.PathLike[str], phase: int) -> None:
-    """Get the folder ready to go on after `phase`: files of later phases go. A run from the beginning moves an earlier
-    run's files to `rollouts.previous`, in place of those moved before."""
+    """Prepares the folder for phases after `phase`: removes the files of later phases. With phase 0 the files of an
+    earlier run are moved to `rollouts.previous`, which is replaced."""
     folder = Path(folder)
     if phase == 0 and recorded_phases(folder):
         aside = folder.with_name(folder.name + '.previous')
@@ -122,15 +122,15 @@ def begin(folder: str | os.PathLike[str], phase: int) -> None:
 
 
 def sizes_of(folder: str | os.PathLike[str]) -> dict[int, int]:
-    """Bytes of every recorded phase."""
+    """Returns the file size of every recorded phase, in bytes."""
     return {phase: path.stat().st_size for phase, path in _files(Path(folder))}
 
 
 def phases_to_keep(sizes: Mapping[int, int], max_bytes: float, max_phases: int) -> set[int]:
-    """All, while they are within both limits. Else the first, the last, and the multiples of the smallest power of two
-    with which at most three quarters of either limit are left.
+    """Returns all phases if they are within both limits; else the first, the last, and the multiples of the smallest
+    power of two with which at most `KEEP_AT_MOST` of either limit is used.
 
-    Of a long run this keeps phases at equal distances, and the newest ones closer until the next thinning.
+    Of a long run it keeps phases at equal distances, and more of the newest ones until the next thinning.
     """
     kept, step = set(sizes), 1
     if sum(sizes.values()) <= max_bytes and len(sizes) <= max_phases:
@@ -157,17 +157,17 @@ def read_rollouts(
     offset: int = 0,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Recorded sequences, ordered by phase and sample index, as dicts with the keys of `COLUMNS`.
+    """Returns recorded sequences, ordered by phase and sample index, as dicts with the keys of `COLUMNS`.
 
     Args:
         path: a run's folder, its rollouts folder, or one file.
-        phases: only these.
-        prompt: only where the prompt contains this, whatever its case.
-        text: only where the response contains this, whatever its case.
-        score: (lowest, highest), both included; None is no bound. A score that is not a number is in no range.
-        offset, limit: leave out so many of what was found, then give at most so many.
+        phases: phases to read; None: all.
+        prompt: text that prompts must contain, case-insensitive.
+        text: text that responses must contain, case-insensitive.
+        score: (lowest, highest), both included; None: no bound. A score that is not a number is in no range.
+        offset, limit: number of matching sequences to skip, and maximum number to return.
 
-    A file that cannot be read, or is no recording, is left out with a warning that names it.
+    A file that cannot be read, or is no recording, is skipped with a warning that names it.
     """
     wanted = None if phases is None else set(phases)
 
@@ -193,7 +193,7 @@ def read_rollouts(
 
 
 def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
-    """(phase, file) in order of phases; of one file that was asked for by itself the phase is not known."""
+    """Yields (phase, file), ordered by phase; (None, path) if `path` is a file."""
     if path.is_file():
         yield None, path
         return
@@ -209,8 +209,8 @@ def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
 def _read(
     file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, room: int | None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """How many of the matching rows were left out because of the offset, and the next ones, at most `room`; (0, []),
-    with a warning, of a file that is no recording. Arrays are read of files that have something to give."""
+    """Returns the number of matching rows skipped by the offset, and at most `room` of the next ones; (0, []), with a
+    warning, for a file that is no recording. Reads the arrays only if rows match."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

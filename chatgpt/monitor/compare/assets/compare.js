@@ -1,10 +1,10 @@
-// The page on which a person compares answers. Every text of others goes in by textContent. A choice is shown as made
-// only when the server has answered that it is on disk.
+// The page on which a person compares responses. Texts are inserted as textContent. A choice is shown as saved only
+// after the server has confirmed that it is on disk.
 
 const KEYS = {
   ArrowLeft: 'left', 1: 'left', ArrowRight: 'right', 2: 'right', t: 'tie', b: 'both_bad', s: 'skip', u: 'undo',
 };
-const SAID = { left: '1 is better', right: '2 is better', tie: 'a tie', both_bad: 'both bad', skip: 'skipped' };
+const CHOICES = { left: '1 is better', right: '2 is better', tie: 'a tie', both_bad: 'both bad', skip: 'skipped' };
 const LOOK_AGAIN_MS = 10000;
 
 const element = (id) => document.getElementById(id);
@@ -17,8 +17,8 @@ function say(text, isError = false) {
   element('status').classList.toggle('error', isError);
 }
 
-// One request at a time; `said` is told once it has succeeded.
-async function act(action, body, said) {
+// Sends one request at a time; shows `done` after it has succeeded.
+async function act(action, body, done) {
   if (busy) return;
   setBusy(true);
   clearTimeout(timer);
@@ -30,7 +30,7 @@ async function act(action, body, said) {
     const state = isJson ? await response.json() : { error: (await response.text()).trim() };
     if ('person' in state) show(state);
     if (state.error) say(`Not done: ${state.error}.`, true);
-    else if (response.ok) say(said);
+    else if (response.ok) say(done);
   } catch {
     say('Not saved: the server does not answer. Try again.', true);
   } finally {
@@ -40,7 +40,7 @@ async function act(action, body, said) {
 
 function setBusy(value) {
   busy = value;
-  document.querySelector('main').ariaBusy = value; // buttons stay as they are: a disabled one would lose the focus
+  document.querySelector('main').ariaBusy = value; // a disabled button would lose the focus
 }
 
 function show(state) {
@@ -65,7 +65,7 @@ function show(state) {
   } else if (pair === null) {
     const waits = state.progress.open > 0;
     element('done-text').textContent = waits
-      ? `Nothing is left for you now. Others are looking at the last ${state.progress.open}; this page looks again.`
+      ? `There are no pairs for you now. Others are judging the last ${state.progress.open}; this page checks again.`
       : 'All done. Thank you!';
     if (waits) timer = setTimeout(() => act('next', {}, ''), LOOK_AGAIN_MS);
   }
@@ -81,7 +81,7 @@ function showProgress({ mine, all, wanted }) {
 function choose(choice) {
   if (choice === 'undo') act('undo', {}, 'Taken back.');
   else if (pair !== null) {
-    act('judge', { pair: pair.id, choice, comment: element('comment').value }, `Saved: ${SAID[choice]}.`);
+    act('judge', { pair: pair.id, choice, comment: element('comment').value }, `Saved: ${CHOICES[choice]}.`);
   }
 }
 

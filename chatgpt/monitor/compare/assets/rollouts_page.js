@@ -1,4 +1,4 @@
-// Mounts the reader of recorded sequences over this server, and tells it of phases that come while it is open.
+// Mounts the reader of recorded sequences with this server as source, and passes on new phases.
 
 import { fetchSource, mountRollouts } from '/report/rollouts.js';
 

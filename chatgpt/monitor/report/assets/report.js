@@ -23,7 +23,7 @@
 
   // ------------------------------------------------------------------ numbers
 
-  /** As short as it can be read, like the numbers in the tables. */
+  /** Formats a number with three digits, as in the tables. */
   function number(value) {
     if (value === null || value === undefined) return 'none';
     const size = Math.abs(value);
@@ -41,7 +41,7 @@
     return decimals > 4 && Math.abs(value) < 0.01 ? String(Number(value.toPrecision(4)).toExponential()).replace('e+', 'e') : value.toFixed(decimals);
   }
 
-  /** Exponential moving average, free of a bias towards the first value; what is far away weighs less. Gaps stay gaps. */
+  /** Bias-corrected exponential moving average; weights depend on the distance in phases. Gaps stay gaps. */
   function smooth(xs, ys, weight) {
     if (!weight) return ys.slice();
     const measured = ys.reduce((n, y) => n + (typeof y === 'number'), 0);
@@ -65,14 +65,14 @@
     const place = figure.querySelector('.plot');
     const title = figure.querySelector('h3').textContent;
     const lines = chart.lines;
-    // Lines that are measured at different phases get common ones; where a line has no value it is left undefined, which
-    // uPlot bridges, while null (a value that was no number) leaves a gap.
+    // All lines get the union of their phases. A missing value is undefined, which uPlot bridges; null (a value that was
+    // not finite) leaves a gap.
     const joined = uPlot.join(lines.map((line) => [phases[line.x], line.y]));
     const xs = joined[0], raw = joined.slice(1);
     const isSmoothed = (line) => line.role === 'line' || line.role === 'dashed';
     const hidden = new Set();
 
-    /** [xs, what is drawn of each line, then the measured values behind smoothed ones] */
+    /** [xs, the drawn values of each line, then the measured values behind smoothed ones] */
     function columns() {
       const drawn = lines.map((line, i) => (isSmoothed(line) ? smooth(xs, raw[i], smoothing) : raw[i]));
       if (!chart.stacked) return [xs, ...drawn, ...(lines.length > 8 ? [] : raw)];
@@ -112,7 +112,7 @@
       axes: [axis({incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6, 7].map((e) => n * 10 ** e)).sort((a, b) => a - b), space: 60, size: 26}),
         axis({size: 54, space: 34})],
       series: [{label: 'phase'}, ...drawnSeries, ...behind],
-      // A stack is drawn from its top: each area reaches down to the one below it.
+      // A stack is drawn from its top: each area ends at the one below it.
       bands: chart.stacked
         ? lines.slice(1).map((_, i) => ({series: [i + 2, i + 1]}))
         : low >= 0 && high >= 0 ? [{series: [high + 1, low + 1], fill: faint(lines[low], '1c')}] : [],
@@ -159,7 +159,7 @@
     const inOrder = chips.map((c, i) => i).sort((a, b) => order(a) - order(b) || a - b);
     figure.querySelector('.legend').replaceChildren(at, ...inOrder.map((i) => chips[i].chip));
 
-    /** The place in xs: of the cursor, else of the last phase in sight. */
+    /** Index in xs of the cursor, else of the last visible phase. */
     function current() {
       if (plot.cursor.idx !== null && plot.cursor.idx !== undefined && plot.cursor.left >= 0) return plot.cursor.idx;
       let i = xs.length - 1;
@@ -167,7 +167,7 @@
       return i;
     }
 
-    /** What line i has at that place, or last had before it: evaluations are not made in every phase. */
+    /** Value of line i at that index, or the last one before: evaluations are not made in every phase. */
     function valueAt(i, place) {
       while (place > 0 && raw[i][place] === undefined) place--;
       return {value: raw[i][place], phase: xs[place]};
@@ -175,7 +175,7 @@
 
     function words(i, place) {
       const {value, phase} = valueAt(i, place);
-      const told = value === undefined ? 'none' : number(value);
+      const shownValue = value === undefined ? 'none' : number(value);
       const text = smoothing && isSmoothed(lines[i]) && !chart.stacked && typeof value === 'number'
         ? `${told} (smoothed ${number(plot.data[i + 1][xs.indexOf(phase)])})` : told;
       return phase === xs[place] || value === undefined || lines[i].role === 'plan' ? text : `${text} (phase ${phase})`;
@@ -196,7 +196,7 @@
 
     function moveTo(i) {
       plot.setCursor({left: plot.valToPos(xs[i], 'x'), top: plot.over.clientHeight / 2}, true, true);
-      byId('said').textContent = `Phase ${xs[i]}: ${inOrder.map((n) => `${lines[n].label} ${words(n, i)}`).join(', ')}`;
+      byId('status').textContent = `Phase ${xs[i]}: ${inOrder.map((n) => `${lines[n].label} ${words(n, i)}`).join(', ')}`;
     }
 
     place.addEventListener('keydown', (event) => {
@@ -227,7 +227,7 @@
       plot.setCursor({left: Math.max(0, Math.min(event.clientX - box.left, box.width)), top: event.clientY - box.top}, true, true);
     });
 
-    // -------------------------------------------------------------- drawing anew
+    // -------------------------------------------------------------- redrawing
 
     function update() {
       plot.batch(() => {
@@ -242,7 +242,7 @@
     }
 
     new ResizeObserver(() => {
-      if (!place.clientWidth) return;  // its part is closed
+      if (!place.clientWidth) return;  // its section is closed
       const width = Math.max(place.clientWidth, 200);
       if (width !== plot.width && !root.classList.contains('paper')) plot.setSize({width, height: 200});
     }).observe(place);
@@ -253,7 +253,7 @@
     return one;
   }
 
-  /** A y axis with some room; a line that does not move lies in the middle, one at 0 at the bottom. */
+  /** Range of the y axis, with padding; a constant line is in the middle, one at 0 at the bottom. */
   function roomy(u, min, max) {
     if (min === null || min === undefined) return [0, 1];
     if (min === max) return min === 0 ? [0, 1] : [min - Math.abs(min) / 2, min + Math.abs(min) / 2];
@@ -303,7 +303,7 @@
     });
     byId('smoothing').addEventListener('input', (event) => {
       byId('smoothing-value').textContent = Number(event.target.value) ? Number(event.target.value).toFixed(2) : '0';
-      if (!due) due = requestAnimationFrame(() => {  // a slider speaks more often than charts can be drawn
+      if (!due) due = requestAnimationFrame(() => {  // a slider sends more events than charts can be drawn
         due = 0;
         smoothing = Number(event.target.value);
         mounted.forEach((chart) => chart.update());
@@ -314,7 +314,7 @@
     byId('zoom-all').addEventListener('click', () => zoom(whole));
   }
 
-  /** Opens the part that an address in the page leads to, and those around it. */
+  /** Opens the section that contains the target of a link, and its parents. */
   function reveal(hash) {
     const target = hash ? byId(decodeURIComponent(hash.slice(1))) : null;
     target?.querySelector(':scope > details')?.setAttribute('open', '');
@@ -325,7 +325,7 @@
   reveal(location.hash)?.scrollIntoView();
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', repaintAll);
 
-  // ------------------------------------------------------------------ paper: every chart, in light colours, and all that is folded
+  // ------------------------------------------------------------------ print: every chart in light colours, all sections open
 
   let folded = [];
   addEventListener('beforeprint', () => {

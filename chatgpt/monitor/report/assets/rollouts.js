@@ -1,27 +1,27 @@
 /* The reader of recorded sequences: filters, a group's responses side by side, tokens coloured by a number.
 
-   An ES module without dependencies; inlined into one <script type="module"> it works from a file as well. Looks are in
-   rollouts.css, over the variables of page.css. Every text of a run enters the page as textContent, never as markup.
+   An ES module without dependencies, which also works inlined in <script type="module">. Styles are in rollouts.css,
+   colours in page.css. Texts of a run are inserted as textContent, never as markup.
 
-     mountRollouts(element, source)      fills `element`; gives {refresh(phases)}
-     embeddedSource(rows)                a source over rows that are in the page
-     fetchSource(url, phases)            a source over a server: GET url?phase=&prompt=&text=&min=&max=&offset=&limit=
-                                         answers with a JSON list of rows
+     mountRollouts(element, source)      fills `element`; returns {refresh(phases)}
+     embeddedSource(rows)                a source of rows that are in the page
+     fetchSource(url, phases)            a source on a server: GET url?phase=&prompt=&text=&min=&max=&offset=&limit=
+                                         returns rows as JSON
 
    source: {phases: [number], load(filter) -> Promise of rows}, filter: {phase, prompt, text, min, max, offset, limit};
-   what does not filter is null or ''. `prompt` and `text` are contained in prompt and response, whatever their case.
-   rows: as chatgpt.monitor.report.rollouts.page_row makes them, ordered by phase and index. */
+   null or '' does not filter. `prompt` and `text` must be contained in prompt and response, case-insensitive.
+   rows: results of chatgpt.monitor.report.rollouts.page_row, ordered by phase and index. */
 
-const PAGE = 24; // sequences on a page, at most, but for a group that is larger
-const FIRST_TOKENS = 600; // of a response; a button shows the others
+const PAGE = 24; // maximum sequences on a page, except for a larger group
+const FIRST_TOKENS = 600; // tokens of a response that are shown first; a button shows the others
 const LONG_PROMPT = 400; // characters
-const SPECIAL = /^\s?(<\|[^|]*\|>|<\/?[a-z_]{1,12}>|\[[A-Z]{2,10}\])$/; // how tokenizers write tokens that are no text
+const SPECIAL = /^\s?(<\|[^|]*\|>|<\/?[a-z_]{1,12}>|\[[A-Z]{2,10}\])$/; // special tokens
 
 const QUANTITIES = [
-  { key: 'advantages', name: 'Advantage', scale: 'diverging', about: 'how much better than expected' },
+  { key: 'advantages', name: 'Advantage', scale: 'diverging', about: 'of the token: learning makes it likelier where it is above 0' },
   { key: 'log_ratio', name: 'Log-ratio to the initial model', scale: 'diverging', unit: 'nats', about: 'log π(token) − log π_initial(token): above 0 where the policy makes it likelier' },
-  { key: 'values', name: 'Value', scale: 'sequential', about: 'what the critic expects before the token' },
-  { key: 'entropy', name: 'Entropy', scale: 'sequential', unit: 'nats', about: 'how undecided the policy was before the token' },
+  { key: 'values', name: 'Value', scale: 'sequential', about: 'of the critic before the token' },
+  { key: 'entropy', name: 'Entropy', scale: 'sequential', unit: 'nats', about: 'of the distribution that the token was sampled from' },
   { key: 'rewards', name: 'Reward', scale: 'diverging', about: 'of the token: KL penalty, and at the end the score' },
 ];
 
@@ -65,7 +65,7 @@ export function mountRollouts(element, source) {
   element.replaceChildren();
   element.classList.add('rollouts');
 
-  // ---------------------------------------------------------------- the bar of filters
+  // ---------------------------------------------------------------- filters
   const form = make('form', 'ro-filters');
   form.setAttribute('role', 'search');
   form.setAttribute('aria-label', 'Filter recorded sequences');
@@ -115,9 +115,9 @@ export function mountRollouts(element, source) {
   element.append(form, legend, state, list, pager, live, tip);
 
   let phases = [];
-  let offsets = [0]; // where each page up to this one begins
+  let offsets = [0]; // start of each page up to this one
   let nextOffset = null;
-  let asked = 0; // answers to earlier questions are dropped
+  let asked = 0; // number of the latest request; responses to earlier ones are dropped
   let shown = []; // {row, body, spans, next: the first token not yet there} of each response on the page
   let places = new WeakMap(); // span -> {entry, at: its place in spans, from, to: its tokens}
 
@@ -128,7 +128,7 @@ export function mountRollouts(element, source) {
     phase.value = phases.includes(Number(chosen)) ? chosen : '';
   }
 
-  // ---------------------------------------------------------------- asking
+  // ---------------------------------------------------------------- loading
   function filterNow(offset) {
     const number = (box) => (box.value.trim() === '' || Number.isNaN(box.valueAsNumber) ? null : box.valueAsNumber);
     return {
@@ -138,7 +138,7 @@ export function mountRollouts(element, source) {
       min: number(min),
       max: number(max),
       offset,
-      limit: PAGE + 1, // one more tells whether there is a next page
+      limit: PAGE + 1, // one more, to know if there is a next page
     };
   }
 
@@ -171,7 +171,7 @@ export function mountRollouts(element, source) {
       if (rows.length === filter.limit) {
         const last = rows.at(-1);
         rows = rows.slice(0, -1);
-        while (rows.length && sameGroup(rows.at(-1), last)) rows.pop(); // begins the next page, whole
+        while (rows.length && sameGroup(rows.at(-1), last)) rows.pop(); // a group is not split: it begins the next page
         nextOffset = offset + rows.length;
       }
       draw(rows);
@@ -233,7 +233,7 @@ export function mountRollouts(element, source) {
     const same = button('This prompt in all phases');
     same.className = 'ro-link';
     same.addEventListener('click', () => {
-      // A field has one line, so the longest of the prompt's has to do.
+      // A field has one line, so it gets the longest line of the prompt.
       prompt.value = (row.last_turn || row.prompt).split(/\r?\n/).reduce((a, b) => (b.length > a.length ? b : a), '');
       phase.value = '';
       restart();
@@ -299,7 +299,7 @@ export function mountRollouts(element, source) {
     return card;
   }
 
-  /* Where the tokens of a part go: the body itself, or a block of a turn or an observation. */
+  /* Returns the parent of a part's tokens: the body, or a block of a turn or an observation. */
   function placeOf(entry, segment) {
     if (!entry.row.episode) return entry.body;
     if (segment.place) return segment.place;
@@ -316,7 +316,7 @@ export function mountRollouts(element, source) {
     return segment.place;
   }
 
-  /* A character of several tokens has no text until the last of them: they share one span. */
+  /* The tokens of one character share a span, since only the last has text. */
   function addTokens(entry, stop) {
     const { row, spans, segments } = entry;
     const end = Math.min(row.tokens.length, stop);
@@ -336,7 +336,7 @@ export function mountRollouts(element, source) {
     }
   }
 
-  /* Of a span's tokens: numbers, or null where there is none. */
+  /* Returns the numbers of a span's tokens, null if there is none. */
   function numbersAt({ entry, from, to }, key) {
     const values = entry.row[key];
     return values ? values.slice(from, to + 1) : [null];
@@ -382,21 +382,21 @@ export function mountRollouts(element, source) {
     }
     if (shown.some(({ row }) => row.episode)) {
       const row = make('span', 'ro-row');
-      row.append(make('span', 'ro-seen ro-key-seen', 'environment'), make('span', 'muted', 'what the policy was told: never learned from'));
+      row.append(make('span', 'ro-seen ro-key-seen', 'environment'), make('span', 'muted', 'observations: not trained on'));
       legend.append(row);
     }
     if (shown.some(({ row }) => !row.episode && row.mask.includes(false))) {
       const row = make('span', 'ro-row');
-      row.append(make('span', 'ro-token ro-masked', 'token'), make('span', 'muted', 'does not count: never learned from'));
+      row.append(make('span', 'ro-token ro-masked', 'token'), make('span', 'muted', 'does not count: not trained on'));
       legend.append(row);
     }
-    legend.append(make('span', 'muted', 'A token under the pointer or reached with Tab and the arrow keys tells its numbers.'));
+    legend.append(make('span', 'muted', 'A token under the pointer or selected with Tab and the arrow keys shows its numbers.'));
   }
 
   // ---------------------------------------------------------------- a token's numbers
   function linesOf(place) {
     const lines = [];
-    if (place.entry.row.episode && !place.entry.row.mask[place.to]) return lines; // nobody drew it
+    if (place.entry.row.episode && !place.entry.row.mask[place.to]) return lines; // an observation
     for (const q of QUANTITIES) {
       const numbers = numbersAt(place, q.key);
       if (!numbers.some((x) => typeof x === 'number')) continue;
@@ -467,7 +467,7 @@ export function mountRollouts(element, source) {
   list.addEventListener('pointerleave', tipOfFocus);
   list.addEventListener('click', (event) => {
     const span = tokenAt(event.target);
-    if (!span || !document.getSelection().isCollapsed) return; // a text is being marked
+    if (!span || !document.getSelection().isCollapsed) return; // the user selects text
     const { entry, at } = places.get(span);
     focusToken(entry, at);
   });
@@ -501,7 +501,7 @@ export function mountRollouts(element, source) {
   });
   window.addEventListener('scroll', tipOfFocus, { passive: true });
 
-  // ---------------------------------------------------------------- the bar's events
+  // ---------------------------------------------------------------- events of the filters
   let waiting = 0;
   form.addEventListener('submit', (event) => {
     event.preventDefault();
@@ -536,7 +536,7 @@ export function mountRollouts(element, source) {
   setPhases(source.phases, String(source.phases.at(-1) ?? ''));
   load();
   return {
-    /* There are further phases: they can be chosen; what is shown stays. */
+    /* Adds new phases to the filter; the shown page stays. */
     refresh(given) {
       setPhases(given);
       setSteps();
@@ -554,8 +554,8 @@ export function mountRollouts(element, source) {
   }
 }
 
-/* Where a number lies: how strong its colour is, and what the ends of the scale are. The outermost 2 % have the full
-   colour, so that one outlier does not pale all others. */
+/* Returns the scale of a colour: labels of its ends, and the strength for a number. The outermost 2 % have full strength,
+   so that one outlier does not make all others pale. */
 function scaleOf(kind, numbers) {
   const sorted = [...numbers].sort((a, b) => a - b);
   const quantile = (list, share) => list[Math.min(list.length - 1, Math.floor(share * list.length))];
@@ -589,10 +589,10 @@ const ENDS = {
   tokens: 'out of tokens',
   error: 'the environment failed',
   timeout: 'the environment took too long',
-  invalid: 'the environment answered nonsense',
+  invalid: 'the environment returned an invalid value',
 };
 
-/* Parts of a response from an environment: turns of the policy, and the observations between them. */
+/* Returns the parts of an episode: turns of the policy, and the observations between them. */
 function segmentsOf(row) {
   const found = [];
   let at = 0;
@@ -615,7 +615,7 @@ function sameGroup(a, b) {
   return a.phase === b.phase && a.group === b.group;
 }
 
-/* The token of the next line, or of the one before, that is nearest below or above. */
+/* Returns the index of the nearest token on the next or previous line. */
 function lineFrom(spans, at, down) {
   const boxes = (span) => span.getClientRects()[0] ?? span.getBoundingClientRect();
   const here = boxes(spans[at]);
@@ -632,7 +632,7 @@ function lineFrom(spans, at, down) {
   return best === null ? at : best.i;
 }
 
-/* Line breaks stay, with a sign before them. */
+/* Shows line breaks with a sign before them. */
 function fill(span, piece) {
   const lines = piece.split('\n');
   lines.forEach((line, i) => {

@@ -1,7 +1,6 @@
-"""Where two runs part: the first number of their metrics and of their recorded sequences that is not the same.
+"""Finds the first difference between two runs, in metrics and recorded sequences.
 
-Numbers are compared as they were written: a float goes to JSON and to parquet with all its bits. `perf/` measures the
-machine and is left out.
+Numbers are compared bit by bit: JSON and parquet keep all bits of a float. `perf/` metrics are not compared.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from chatgpt.monitor.run_folder.reading import RunFolder
 
 MEASURED = 'perf/'
 TOKENS = ('prompt_ids', 'token_ids', 'mask')
-"""of a row, compared first: other numbers follow from them"""
+"""columns that are compared first, since the others follow from them"""
 MISSING = 'nothing'
-OF_ONE_START = ('callbacks', 'journal', 'journal_from', 'in_flight_from')
-"""of a checkpoint's state, what says how a run was started, watched or cut short, and decides no number of it"""
+START_STATE = ('callbacks', 'journal', 'journal_from', 'in_flight_from')
+"""parts of a checkpoint's state that depend on how a run was started and stopped, and change no number of it"""
 
 
-class Parting(NamedTuple):
-    """One place at which two runs differ."""
+class Difference(NamedTuple):
+    """The first difference of a kind between two runs."""
 
     phase: int
     kind: str
-    """'rollouts', 'metrics', 'weights' or 'state': also the order in which a phase makes them"""
+    """'rollouts', 'metrics', 'weights' or 'state', in the order in which a phase writes them"""
     where: str
     values: tuple[Any, Any]
     more: str = ''
-    """how much else differs"""
+    """number of further differences, as text"""
 
     def __str__(self) -> str:
         one, other = (MISSING if v is None else repr(v) for v in self.values)
@@ -38,12 +37,12 @@ class Parting(NamedTuple):
 
 class Compared(NamedTuple):
     phases: int
-    """compared, because both runs have them"""
-    parting: Parting | None
+    """number of phases that both runs have"""
+    difference: Difference | None
 
 
 def compare_metrics(a: RunFolder, b: RunFolder) -> Compared:
-    """metrics.jsonl, phase by phase."""
+    """Compares metrics.jsonl, phase by phase."""
     rows_a, rows_b = ({int(row['step']): row for row in run.metrics} for run in (a, b))
     common = sorted(rows_a.keys() & rows_b.keys())
     for phase in common:
@@ -51,15 +50,14 @@ def compare_metrics(a: RunFolder, b: RunFolder) -> Compared:
         if names:
             values = rows_a[phase].get(names[0]), rows_b[phase].get(names[0])
             return Compared(
-                len(common), Parting(phase, 'metrics', names[0], values, _and_more(len(names) - 1, 'number'))
+                len(common), Difference(phase, 'metrics', names[0], values, _and_more(len(names) - 1, 'number'))
             )
     return Compared(len(common), None)
 
 
 def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
-    """Recorded sequences, phase by phase, each by its sample index. Runs that record different shares of them are
-    compared on what both have; a recording begins with the first samples of its phase, so runs without a sample in
-    common are different ones."""
+    """Compares recorded sequences, phase by phase, by sample index. If the runs record different shares, the samples in
+    both are compared; a recording starts with the first samples of its phase: runs without a common sample differ."""
     from chatgpt.monitor.run_folder.rollouts import recorded_phases
 
     common = sorted(set(recorded_phases(a.path)) & set(recorded_phases(b.path)))
@@ -67,28 +65,30 @@ def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
         rows_a, rows_b = ({row['index']: row for row in run.rollouts([phase])} for run in (a, b))
         if rows_a.keys().isdisjoint(rows_b):
             first = min(rows_a, default=None), min(rows_b, default=None)
-            apart = Parting(phase, 'rollouts', 'the first sample', first, ', and no sample is in both')
-            return Compared(len(common), apart)
+            difference = Difference(phase, 'rollouts', 'the first sample', first, ', and no sample is in both')
+            return Compared(len(common), difference)
         found = [
-            (index, *parting)
+            (index, *difference)
             for index in sorted(rows_a.keys() & rows_b.keys())
-            if (parting := _parting_of_rows(rows_a[index], rows_b[index])) is not None
+            if (difference := _compare_rows(rows_a[index], rows_b[index])) is not None
         ]
         if found:
             index, where, one, other = found[0]
             more = _and_more(len(found) - 1, 'sequence')
-            return Compared(len(common), Parting(phase, 'rollouts', f'{where} of sample {index}', (one, other), more))
+            return Compared(
+                len(common), Difference(phase, 'rollouts', f'{where} of sample {index}', (one, other), more)
+            )
     return Compared(len(common), None)
 
 
-def parting_of_state(phase: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Parting | None:
-    """Of what a trainer writes into a checkpoint beside tensors: counters, KL controller, running moments."""
-    left, right = ({n: v for n, v in _leaves(state) if n.split('.')[0] not in OF_ONE_START} for state in (one, other))
+def compare_states(phase: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference | None:
+    """Compares the trainer's state in checkpoints, without tensors: counters, KL controller, running moments."""
+    left, right = ({n: v for n, v in _leaves(state) if n.split('.')[0] not in START_STATE} for state in (one, other))
     names = _different(left, right)
     if not names:
         return None
     values = left.get(names[0]), right.get(names[0])
-    return Parting(phase, 'state', names[0], values, _and_more(len(names) - 1, 'number'))
+    return Difference(phase, 'state', names[0], values, _and_more(len(names) - 1, 'number'))
 
 
 def _leaves(state: Mapping[str, Any], above: str = '') -> Iterator[tuple[str, Any]]:
@@ -104,13 +104,13 @@ def _counted(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names whose values are not the same, in the order of the first."""
+    """Returns the names with different values, in the order of `one`."""
     names = [*one, *(name for name in other if name not in one)]
     return [name for name in names if not _same(one.get(name), other.get(name))]
 
 
-def _parting_of_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first place in two rows of a recording."""
+def _compare_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Returns place and values of the first difference between two rows of a recording; None if they are equal."""
     names = _different(one, other)
     if not names:
         return None
@@ -124,7 +124,7 @@ def _parting_of_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of the same bits, so far as a file tells: NaN is NaN, and 0.0 is not -0.0."""
+    """Returns True for values of equal bits: NaN equals NaN, and 0.0 differs from -0.0."""
     if isinstance(one, float) and isinstance(other, float):
         return repr(one) == repr(other)
     if isinstance(one, list) and isinstance(other, list):
