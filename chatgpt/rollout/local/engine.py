@@ -106,7 +106,7 @@ class LocalEngine(CheckedEngine):
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._append_form: AppendForm | None = None
-        self._beyond_windows: str | None = None
+        self._window_error: str | None = None
         """why sequences longer than the attention window cannot be had, '' where they can; None: not tried"""
         self._checked: Any = None
         self._fixed: FixedSteps | None = None
@@ -134,7 +134,7 @@ class LocalEngine(CheckedEngine):
             except Exception:
                 self.end()
                 raise
-            self._checked, self._can_capture, self._append_form, self._beyond_windows = kind, True, None, None
+            self._checked, self._can_capture, self._append_form, self._window_error = kind, True, None, None
         self._keep_steps_of(actor)
         self.keeping = bool(self._agreed(self._may_keep(parameter.device)))
 
@@ -199,14 +199,14 @@ class LocalEngine(CheckedEngine):
             )
         windows = self.windows_beyond(longest)
         if windows is not None:
-            if self._beyond_windows is None:
+            if self._window_error is None:
                 fixed = self.wants_fixed(next(self._actor.parameters()).device)
                 with torch.inference_mode():
-                    self._beyond_windows = windows_disagree(self._actor, windows, fixed=fixed)
-            if self._beyond_windows:
+                    self._window_error = windows_disagree(self._actor, windows, fixed=fixed)
+            if self._window_error:
                 raise ValueError(
                     f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of "
-                    f'{windows.sizes[0]}, beyond which its decode does not agree ({self._beyond_windows}); use '
+                    f'{windows.sizes[0]}, beyond which its decode does not agree ({self._window_error}); use '
                     "engine='hf'"
                 )
         return limits
