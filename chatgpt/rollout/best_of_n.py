@@ -39,8 +39,7 @@ class BestOfN:
         engine: has begun with a policy before this object is called.
         score: function of the samples that returns one number per sample, or (A,) scores of its tokens, which are
             summed over `response_mask`; for example `lambda samples: scorer.score(samples, strategy)`.
-        sample_size: number of responses per prompt; name and default are TRL's, as those of `n_candidates`.
-        n_candidates: number of responses returned per prompt.
+        sample_size, n_candidates: names and defaults are TRL's.
     """
 
     def __init__(
@@ -65,15 +64,11 @@ class BestOfN:
         first_index: int = 0,
         decode: Callable[[Sample], None] | None = None,
     ) -> list[list[Candidate]]:
-        """Returns the best candidates of each prompt, best first.
+        """Returns the best candidates of each prompt, best first. Ties keep the order of sampling; episodes in which
+        the environment failed come last.
 
-        Ties keep the order of sampling; episodes in which the environment failed come last.
-
-        Args:
-            decode: fills the texts of a sample before it is scored.
-
-        Raises:
-            ValueError: greedy decoding with several responses per prompt, or scores that are not finite.
+        `decode` fills the texts of a sample before it is scored. Raises ValueError for greedy decoding with several
+        responses per prompt, and for scores that are not finite.
         """
         n = self.sample_size
         if n > 1 and not sampling.do_sample:

@@ -68,8 +68,7 @@ class Turns(Protocol):
 class RolloutEngine(ABC):
     """Generates responses during a collect phase: `begin`, any number of `generate`, `end`.
 
-    Raises:
-        TypeError: a subclass defines no `abilities`, or copies weights and overrides the methods that check them.
+    Raises TypeError for a subclass without `abilities`, or one that copies weights and overrides the check of them.
     """
 
     abilities: Abilities
@@ -104,21 +103,16 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(self, call: Call) -> list[Sample]:
-        """Returns one sample per prompt, in the order of the prompts, with tensors on the CPU.
-
-        Raises:
-            ValueError: `Call.checked` rejects the call, or the engine does not support a setting; before any work.
-        """
+        """Returns one sample per prompt, in the order of the prompts, with tensors on the CPU. Raises ValueError before
+        any work if `Call.checked` rejects the call or the engine does not support a setting."""
 
     @abstractmethod
     def end(self) -> None:
         """Ends the collect phase: releases the actor and frees memory used only for generation."""
 
     def submit(self, call: Call) -> Any:
-        """Starts generating with the weights of the latest `begin` and returns a ticket at once.
-
-        Raises what `generate` raises before any work. `end` and later calls of `begin` do not affect the ticket.
-        """
+        """Starts generating with the weights of the latest `begin` and returns a ticket at once. Raises the errors of
+        `generate` that are raised before any work. `end` and later calls of `begin` do not affect the ticket."""
         raise NotImplementedError
 
     def take(self, ticket: Any) -> list[Sample]:
@@ -130,11 +124,9 @@ class RolloutEngine(ABC):
         raise NotImplementedError
 
     def converse(self, call: Call, turns: Turns) -> None:
-        """Generates all turns of the call's sequences, keeping their keys and values in the cache in between.
-
-        `max_new_tokens` and `max_length` bound the whole response, turns and observations; end tokens, `stop` and
-        `min_new_tokens` apply to each turn.
-        """
+        """Generates all turns of the call's sequences, keeping their keys and values in the cache in between. End
+        tokens, `stop` and `min_new_tokens` apply to a turn, `max_new_tokens` and `max_length` to turns and
+        observations."""
         raise NotImplementedError
 
     def put_around(self, around: Any) -> None:
@@ -164,10 +156,8 @@ class RolloutEngine(ABC):
 
 
 class CheckedEngine(RolloutEngine):
-    """Base of engines that generate, with the actor itself or with a copy of its weights.
-
-    A subclass implements `answer` and, with `abilities.copies_weights`, `transfer`.
-    """
+    """Base of engines that generate, with the actor itself or with a copy of its weights. A subclass implements
+    `answer` and, with `abilities.copies_weights`, `transfer`."""
 
     abilities = Abilities(copies_weights=False)
     dtype: torch.dtype | None = None
@@ -253,10 +243,8 @@ class CheckedEngine(RolloutEngine):
         return self.check(text_config(self._config), call)
 
     def check(self, config: Any, call: Call) -> list[int]:
-        """Checks a call against the text model's config and returns the maximum number of new tokens per prompt.
-
-        Raises ValueError for a setting that the engine does not support, before any work.
-        """
+        """Checks a call against the text model's config and returns the maximum number of new tokens per prompt. Raises
+        ValueError for a setting that the engine does not support."""
         return call.checked(config)
 
     @abstractmethod

@@ -53,8 +53,8 @@ class EpisodeEngine(EngineAround):
             where the settings or the tokenizer's `text_choice` require it, otherwise `TextOrChat`.
 
     Raises:
-        ValueError: there is no tokenizer, the environment cannot be created or its observations cannot be encoded, or
-            the chat template does not allow appending turns.
+        ValueError: no tokenizer, an environment that cannot be created, observations that cannot be encoded, or a chat
+            template that does not allow appending turns.
     """
 
     def __init__(

@@ -39,9 +39,7 @@ class RayWorkers:
         timeout_s: seconds to wait for an answer before a worker is replaced, including the start of a replacement;
             None waits without limit. The first start has at least START_S.
 
-    Raises:
-        ImportError: ray is not installed.
-        ValueError: an invalid number of workers, timeout or amount of resources.
+    Raises ImportError without ray, ValueError for an invalid number of workers, timeout or amount of resources.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""The registry of rollout engines, and the default engine of a model.
-
-`ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` makes an engine available to the command line and config
-files; an entry given as `my_file.py:name` needs no registration.
+"""The registry of rollout engines. `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` makes an engine
+available to the command line and config files; an entry given as `my_file.py:name` needs no registration.
 """
 
 from __future__ import annotations

@@ -204,13 +204,8 @@ class TokenSampler:
         return (token[:, None] == self.end_ids).any(dim=1)
 
     def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
-        """Selects the next tokens.
-
-        Args:
-            logits: (n, V), any float dtype.
-            uniform: (n, 1) float64; None for greedy decoding.
-            no_end_mask: (n,) bool, True for rows shorter than `min_new_tokens`.
-        """
+        """Selects the next tokens. logits: (n, V), any float dtype. uniform: (n, 1) float64, or None for greedy
+        decoding. no_end_mask: (n,) bool, True for rows shorter than `min_new_tokens`."""
         import torch
 
         from chatgpt.rollout.randomness import edge_distances, inverse_cdf

@@ -87,8 +87,7 @@ class VLLMEngine(BaseVLLMEngine):
         options: further keyword arguments of `vllm.LLM`.
 
     Raises:
-        ImportError: vLLM is not installed.
-        ValueError: an option that the engine sets itself, or several GPUs.
+        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or several GPUs.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)

@@ -230,8 +230,7 @@ def _tensor_parallel(workers: RolloutWorkers) -> int:
 
 
 def _several_ranks() -> bool:
-    """Returns True if the run has several ranks. vLLM's IPC would then call a collective from a thread while the ranks
-    learn."""
+    """Returns True with several ranks. vLLM's IPC would then call a collective from a thread while the ranks learn."""
     return int(os.environ.get('WORLD_SIZE', '1')) > 1
 
 
