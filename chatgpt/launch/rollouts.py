@@ -9,7 +9,7 @@ from typing import Any
 
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.rollout import SharedEngine
-from chatgpt.rollout.shared import OfOneRank
+from chatgpt.rollout.shared import RankProcesses
 from chatgpt.rollout.vllm import check_sampling
 
 PATIENCE = 0.8
@@ -56,6 +56,6 @@ def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
         elif args.engine == 'vllm':
             yield SharedEngine(strategy, engine)
         elif strategy.processes.world_size != strategy.world_size:
-            yield SharedEngine(OfOneRank(strategy.ranks), engine)
+            yield SharedEngine(RankProcesses(strategy.ranks), engine)
         else:
             yield engine

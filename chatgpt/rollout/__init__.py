@@ -1,5 +1,4 @@
-"""Who generates: the face of an engine, the local engine, remote workers, the engine around `model.generate`, sampling
-and its randomness."""
+"""Rollout engines: the interface, the local engine, remote workers, `model.generate`, vLLM, and sampling."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Best of n: several responses to a prompt, and those that a scorer likes best.
+"""Best-of-n sampling: several responses per prompt, of which the best by score are returned.
 
-The distribution of the best of n is at most log n − (n − 1)/n nats away from the policy (Stiennon et al. 2020, appendix
-G.3; Beirami et al. 2024 show that it is a bound).
+The KL divergence of best-of-n from the policy is at most log n − (n − 1)/n nats (Stiennon et al. 2020, appendix G.3;
+Beirami et al. 2024 show that it is a bound).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class Candidate(NamedTuple):
 
 
 def kl_bound(n: int) -> float:
-    """Upper bound in nats of KL(best of n || policy): log n − (n − 1)/n."""
+    """Returns the upper bound of KL(best of n || policy) in nats: log n − (n − 1)/n."""
     if n < 1:
         raise ValueError(f'n={n} must be at least 1')
     return math.log(n) - (n - 1) / n
 
 
 class BestOfN:
-    """Generates `sample_size` responses to each prompt and gives the `n_candidates` best.
+    """Generates `sample_size` responses to each prompt and returns the `n_candidates` best.
 
     Args:
-        engine: begun with a policy when this is called.
-        score: samples → one number each, or (A,) scores of tokens, whose sum over those that count it is; such as
-            `lambda samples: scorer.score(samples, strategy)`.
-        sample_size, n_candidates: TRL's names and defaults.
+        engine: has begun with a policy before this object is called.
+        score: function of the samples that returns one number per sample, or (A,) scores of its tokens, which are
+            summed over `response_mask`; for example `lambda samples: scorer.score(samples, strategy)`.
+        sample_size, n_candidates: names and defaults are TRL's.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class BestOfN:
         first_index: int = 0,
         decode: Callable[[Sample], None] | None = None,
     ) -> list[list[Candidate]]:
-        """For each prompt its best candidates, best first; of equal ones the one sampled first, and last episodes
-        whose environment failed.
+        """Returns the best candidates of each prompt, best first. Ties keep the order of sampling; episodes in which
+        the environment failed come last.
 
-        `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one
-        response, and for scores that are not one finite number each.
+        `decode` fills the texts of a sample before it is scored. Raises ValueError for greedy decoding with several
+        responses per prompt, and for scores that are not finite.
         """
         n = self.sample_size
         if n > 1 and not sampling.do_sample:
@@ -82,7 +82,7 @@ class BestOfN:
             assert decode is not None
             decode(sample)
         given = list(self.score(samples))
-        scores = [_whole(score, sample) for score, sample in zip(given, samples, strict=False)]
+        scores = [_total(score, sample) for score, sample in zip(given, samples, strict=False)]
         if len(given) != len(samples) or not all(math.isfinite(s) for s in scores):
             raise ValueError(
                 f'best of {n}: the score gave {len(given)} numbers for {len(samples)} samples, all of which must be '
@@ -93,7 +93,7 @@ class BestOfN:
         return [sorted(group, key=lambda c: (c.sample.failed, -c.score))[: self.n_candidates] for group in of_prompt]
 
 
-def _whole(score: float | Tensor, sample: Sample) -> float:
+def _total(score: float | Tensor, sample: Sample) -> float:
     if not isinstance(score, Tensor) or score.dim() == 0:
         return float(score)
     return float(torch.where(sample.response_mask, score, 0.0).sum())

@@ -1,4 +1,4 @@
-"""What an engine is asked: prompts as ids, how to sample, and the numbers that decide the draws."""
+"""The input of an engine: prompts as token ids, sampling parameters, and the numbers that determine random draws."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _LISTS = ('prompts', 'indices', 'groups', 'offsets', 'limits')
 
 @dataclass(frozen=True)
 class Call:
-    """What an engine is asked: one sample per prompt. `Call.of` fills in what is left out."""
+    """A request for one sample per prompt. `Call.of` fills in defaults."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingParams
     seed: int
     indices: list[int]
-    """run-wide sample numbers, which with the seed decide every draw"""
+    """run-wide sample indices, which with the seed determine every draw"""
     groups: list[int]
-    """by default the indices"""
+    """group of each sample; by default its index"""
     offsets: list[int]
-    """the position of each response's first token, by default 0: that of a later turn, whose prompt ends with what was
-    drawn or appended before, so that no position of a sample is drawn twice"""
+    """position of each response's first token in the random stream of its sample, by default 0. The prompt of a later
+    turn contains the earlier turns and observations, and its offset is their length, so no random number is reused"""
     limits: list[int | None]
-    """the most new tokens of each response, where that is less than `sampling` allows"""
+    """maximum number of new tokens of each response, where it is lower than that of `sampling`"""
 
     @classmethod
     def of(
@@ -57,16 +57,16 @@ class Call:
         )
 
     def room(self, i: int) -> int:
-        """The most new tokens of prompt `i`; below 1 where there is no room."""
+        """Returns the maximum number of new tokens for prompt `i`; below 1 if none fits."""
         room, own = self.sampling.room(len(self.prompts[i].ids)), self.limits[i]
         return room if own is None else min(room, own)
 
     def checked(self, config: Any) -> list[int]:
-        """The most new tokens of each prompt, for a text model of this config.
+        """Checks the call against a text model's config and returns the maximum number of new tokens per prompt.
 
         Raises:
-            ValueError: lists of other lengths; a prompt that is empty, outside of the vocabulary or longer than the
-                model's positions allow; no room for a response; an end token outside of the vocabulary.
+            ValueError: lists of different lengths; a prompt that is empty, has ids outside the vocabulary or exceeds
+                the model's positions; no room for a response; an end token outside the vocabulary.
         """
         for name in ('indices', 'groups', 'offsets', 'limits'):
             if len(getattr(self, name)) != len(self.prompts):
@@ -104,7 +104,7 @@ class Call:
         return limit
 
     def part(self, where: slice | Sequence[int]) -> Call:
-        """The call for some of the prompts, in that order."""
+        """Returns the call for a subset of the prompts, in the given order."""
         places = range(len(self.prompts))[where] if isinstance(where, slice) else where
         lists: Any = {name: [getattr(self, name)[i] for i in places] for name in _LISTS}
         return replace(self, **lists)
@@ -118,7 +118,7 @@ class Call:
         edge_distances: Tensor,
         reason: FinishReason,
     ) -> Sample:
-        """The record of prompt `i`'s response, from (A,) tensors on the CPU."""
+        """Makes the sample of prompt `i` from (A,) tensors on the CPU."""
         prompt = self.prompts[i]
         return Sample(
             index=self.indices[i],
@@ -139,8 +139,8 @@ class Call:
     def samples(
         self, tables: Sequence[Tensor], lengths: Sequence[int], reasons: Sequence[FinishReason]
     ) -> list[Sample]:
-        """The records of all prompts, from (prompts, T) tables on the CPU: ids, log-probs, filtered log-probs, edge
-        distances. Copies, so that a sample does not hold all others in memory."""
+        """Makes the samples of all prompts from (prompts, T) tensors on the CPU: ids, log-probs, filtered log-probs and
+        edge distances. Rows are copied, so that a sample does not keep the whole tensor in memory."""
         samples = []
         for i, (n, reason) in enumerate(zip(lengths, reasons, strict=True)):
             ids, logprobs, filtered, edges = (table[i, :n].clone() for table in tables)
@@ -149,6 +149,6 @@ class Call:
 
 
 def joined(calls: Sequence[Call]) -> Call:
-    """One call of several that differ in their prompts alone."""
+    """Concatenates calls that differ only in their prompts."""
     lists: Any = {name: [one for call in calls for one in getattr(call, name)] for name in _LISTS}
     return replace(calls[0], **lists)

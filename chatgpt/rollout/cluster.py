@@ -1,6 +1,6 @@
-"""What the launcher and the rollout workers want of Ray alike: the package itself, and room on a cluster's nodes.
+"""Ray utilities shared by the launcher and the rollout workers: the import of ray and the free resources of a cluster.
 
-The only file that imports ray, and that when it is asked to.
+This is the only file that imports ray, inside `import_ray`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ INSTALL = "pip install 'ray>=2.10', or from a checkout pip install -r requiremen
 
 
 def import_ray(who: str) -> Any:
-    """The ray package with the parts of it that are used here. Its usage reports are off, unless the environment has
-    them on.
+    """Imports ray and the submodules that are used here. Usage reports are off unless the environment enables them.
 
     Raises:
-        ImportError: it cannot be imported; says that `who` needs it, and the command that installs it.
+        ImportError: ray cannot be imported; the message contains `who`, which needs it, and the install command.
     """
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
@@ -31,7 +30,8 @@ def import_ray(who: str) -> Any:
 
 
 def request(number: int, noun: str, each: Mapping[str, float]) -> str:
-    """
+    """Formats a request for resources.
+
     >>> request(2, 'worker', {'CPU': 4, 'GPU': 0.5})
     '2 workers with 4 CPU and 0.5 GPU each'
     """
@@ -42,13 +42,13 @@ def request(number: int, noun: str, each: Mapping[str, float]) -> str:
 
 
 def amounts(resources: Mapping[str, float], names: Iterable[str] = ()) -> str:
-    """CPU and GPU among the resources, and what else has one of these names."""
+    """Formats the amounts of CPU, GPU and the named resources."""
     return ', '.join(f'{resources.get(name, 0):g} {name}' for name in dict.fromkeys(('CPU', 'GPU', *names)))
 
 
 def lack_of_room(ray: Any, number: int, noun: str, each: Mapping[str, float]) -> str | None:
-    """Why the nodes of the cluster cannot hold so many of these, each whole on one node, whoever uses the nodes now;
-    None if they can."""
+    """Returns why the cluster cannot hold `number` processes with these resources, each on a single node, or None if
+    it can. Compares with the total resources of the nodes, whether in use or not."""
     wanted = {name: n for name, n in each.items() if n}
     nodes = [n for n in ray.nodes() if n['Alive']]
     if not wanted:

@@ -1,9 +1,8 @@
-"""Comparison of two sets of samples that should be the same draws: which differ, where first, and whether rounding
-explains it.
+"""Compares two sets of samples that should be equal: which differ, at which position, and whether rounding explains it.
 
-Floating-point sums depend on batch shape and device, so two runs may disagree on a token whose uniform number lies
-next to an edge of the cumulative distribution. After such a token the two texts are different sequences, so the
-comparison of that sample ends there.
+Floating-point sums depend on batch shape and device, so two runs may disagree on a token if its uniform number lies
+next to an edge of the cumulative distribution. From there on the two sequences differ, so the comparison of that sample
+ends there.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ class Difference:
     position: int
     """response position, from 0"""
     tokens: tuple[int | None, int | None]
-    """None: that sample had ended before this position"""
+    """None for a sample that ended before this position"""
     edge_distance: float
     """the smaller of the two recorded edge distances at this position"""
     explained: bool
-    """the edge distance is within the tolerance"""
+    """True if the edge distance is within the tolerance"""
 
     def __str__(self) -> str:
         why = 'explained by' if self.explained else 'not explained by'
@@ -39,19 +38,21 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
+    """The result of `compare_samples`."""
+
     num_samples: int
     num_tokens: int
-    """tokens found equal before a difference or the end"""
+    """number of equal tokens before the first differences"""
     differences: tuple[Difference, ...]
 
     @property
     def equal(self) -> bool:
-        """Every token of every sample is the same."""
+        """True if all samples have the same tokens."""
         return not self.differences
 
     @property
     def explained(self) -> bool:
-        """Every difference lies within the tolerance of an edge; True where there is none."""
+        """True if all differences are within the tolerance of an edge, or there are none."""
         return all(d.explained for d in self.differences)
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ def _first_difference(a: Sample, b: Sample, tolerance: float) -> tuple[int, Diff
     position = next((t for t in range(common) if ids_a[t] != ids_b[t]), common)
     if position == len(ids_a) == len(ids_b):
         return position, None
-    # a mere difference of length (other limits, other end tokens) is never a matter of rounding
+    # rounding cannot explain a difference in length alone, such as from other limits or end tokens
     both = position < common
     edge = min(float(a.edge_distances[position]), float(b.edge_distances[position])) if both else 1.0
     token_a = ids_a[position] if position < len(ids_a) else None
@@ -80,8 +81,7 @@ def _first_difference(a: Sample, b: Sample, tolerance: float) -> tuple[int, Diff
 
 
 def compare_samples(a: Iterable[Sample], b: Iterable[Sample], tolerance: float = 1e-5) -> Comparison:
-    """Compare samples by index, in any order. Raises ValueError when the two sides do not hold the same indices or
-    prompts."""
+    """Compares samples by index, in any order. Raises ValueError if indices or prompts differ."""
     left, right = {s.index: s for s in a}, {s.index: s for s in b}
     if left.keys() != right.keys():
         odd = sorted(left.keys() ^ right.keys())

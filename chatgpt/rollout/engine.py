@@ -1,8 +1,8 @@
-"""Rollout engines: prompts as ids in, samples out, no tokenizer inside. What one can do (`Abilities`), and three base
-classes: the face that trainers know, engines that generate, engines around engines.
+"""Base classes of rollout engines, which take prompts as token ids and return samples, without a tokenizer.
 
-An engine that copies weights is checked by its base class: before the first sample is drawn with weights that it was
-handed, its log-probs of a few tokens are compared with the actor's (`chatgpt.rollout.handshake`).
+`RolloutEngine` is the interface that trainers use, `CheckedEngine` the base of engines that generate, and
+`EngineAround` that of engines that wrap another one. `CheckedEngine` verifies copied weights: before the first sample
+after a transfer, log-probs of a few tokens are compared with the actor's (`chatgpt.rollout.handshake`).
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What an engine can do."""
+    """The features that an engine supports."""
 
     copies_weights: bool
-    """it has weights of its own, whole ones: what `begin` was given may be freed when it returns. Every engine says so
-    or not, since such a one is checked after each transfer"""
+    """the engine holds its own full copy of the weights, so the actor may be freed when `begin` returns. Required,
+    because copied weights are checked after each transfer"""
     reproducible: bool = False
-    """draws follow (seed, sample index, position): the same random numbers in any batch order and on any number of
-    ranks, and the same samples where sums of another batch shape do not round to the other side of a draw"""
+    """random numbers depend on (seed, sample index, position) only, so samples are the same in any batch order and on
+    any number of ranks, except where rounding in another batch shape moves a draw across an edge"""
     exact_logprobs: bool = True
-    """its log-probs are the policy's up to rounding; else a trainer takes old log-probs from a forward of its own"""
+    """recorded log-probs equal the policy's up to rounding; if False, a trainer recomputes the old log-probs"""
     runs_actor: bool = False
-    """tokens come from the actor's own `trunk` and `head`, which may be more than its model"""
+    """tokens are computed by the actor's own `trunk` and `head`, which may differ from its transformers model"""
     answers_ahead: bool = False
-    """`submit`, `take` and `cancel`: it generates while the trainer learns"""
+    """supports `submit`, `take` and `cancel`: it can generate while the trainer learns"""
     plays_turns: bool = False
-    """`converse`: it keeps its cache between the turns of an episode"""
+    """supports `converse`: its cache is kept between the turns of an episode"""
     takes_environments: bool = False
-    """`put_around`: episodes run where its workers are"""
+    """supports `put_around`: environments run in its workers"""
     spans_ranks: bool = False
-    """every call but `cancel` and `end` is a collective of all ranks"""
+    """every call except `cancel` and `end` is a collective of all ranks"""
 
 
 class Turns(Protocol):
-    """What `converse` asks between the turns of its sequences; `i` is a position in the call's prompts."""
+    """Callbacks of `converse` between the turns of sequences; `i` is a position in the call's prompts."""
 
     def limit(self, i: int) -> int:
-        """The most tokens of sequence i's next turn."""
+        """Returns the maximum number of tokens of sequence i's next turn."""
 
     def ended(self, i: int, turn: Sample) -> None:
-        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
+        """Receives a finished turn of sequence i, as a sample with only this turn as its response. Does not block."""
 
     def next(self, i: int) -> Tensor | None:
-        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
-        environment."""
+        """Waits for the environment and returns the (n,) int64 ids, n >= 0, to append before sequence i's next turn, or
+        None if its episode is over."""
 
 
 class RolloutEngine(ABC):
-    """Generates responses for one collect phase: `begin`, any number of `generate`, `end`.
+    """Generates responses during a collect phase: `begin`, any number of `generate`, `end`.
 
-    Raises TypeError for a class without `abilities`, and for one that copies weights and goes around the check of them.
+    Raises TypeError for a subclass without `abilities`, or one that copies weights and overrides the check of them.
     """
 
     abilities: Abilities
     environment: Mapping[str, Any] | None = None
-    """of an engine of episodes: what they follow from, as JSON, for telling whether a run goes on with another"""
+    """for an engine of episodes: its environment and settings as JSON, compared when a run resumes"""
     longest_opening = 0
-    """of an engine of episodes: most tokens before the first turn so far, dataset prompt and first observation"""
+    """for an engine of episodes: the most tokens before a first turn so far, dataset prompt and first observation"""
     keeping = False
-    """whether what it made of this phase's policy is wanted in the next: then a copy in 16 bits is kept too"""
+    """True if state made from the policy in this phase is reused in the next, so a 16-bit copy of it is kept too"""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -94,61 +94,59 @@ class RolloutEngine(ABC):
             )
 
     def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
-        """An engine whose tokens `wrap` of this one draws; engines around it stay around."""
+        """Applies `wrap` to the innermost engine, which samples the tokens, and returns the outermost one."""
         return wrap(self)
 
     @abstractmethod
     def begin(self, actor: Actor) -> None:
-        """Take the policy's weights for one collect phase; dropout is off until `end`."""
+        """Starts a collect phase with the actor's current weights; dropout is off until `end`."""
 
     @abstractmethod
     def generate(self, call: Call) -> list[Sample]:
-        """One sample per prompt, in the order of the prompts; tensors are on the CPU.
-
-        Raises ValueError before any work for what `Call.checked` refuses, or a setting that the engine cannot do.
-        """
+        """Returns one sample per prompt, in the order of the prompts, with tensors on the CPU. Raises ValueError before
+        any work if `Call.checked` rejects the call or the engine does not support a setting."""
 
     @abstractmethod
     def end(self) -> None:
-        """Give the weights back and free what only generating needs."""
+        """Ends the collect phase: releases the actor and frees memory used only for generation."""
 
     def submit(self, call: Call) -> Any:
-        """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises
-        what `generate` raises before any work. `end`, and a `begin` with newer weights, do not touch it."""
+        """Starts generating with the weights of the latest `begin` and returns a ticket at once. Raises the errors of
+        `generate` that are raised before any work. `end` and later calls of `begin` do not affect the ticket."""
         raise NotImplementedError
 
     def take(self, ticket: Any) -> list[Sample]:
-        """The samples of a ticket, once; waits for them. Tickets may be taken in any order."""
+        """Waits for the samples of a ticket and returns them. Each ticket is taken once, in any order."""
         raise NotImplementedError
 
     def cancel(self, ticket: Any) -> None:
-        """Forget a ticket."""
+        """Cancels a ticket and discards its samples."""
         raise NotImplementedError
 
     def converse(self, call: Call, turns: Turns) -> None:
-        """Draw all turns of the call's sequences, whose keys and values stay in a cache while `turns` says what
-        follows. `sampling`'s `max_new_tokens` and `max_length` bound all that stands after a prompt; end tokens, `stop`
-        and `min_new_tokens` are those of a turn."""
+        """Generates all turns of the call's sequences, keeping their keys and values in the cache in between. End
+        tokens, `stop` and `min_new_tokens` apply to a turn, `max_new_tokens` and `max_length` to turns and
+        observations."""
         raise NotImplementedError
 
     def put_around(self, around: Any) -> None:
-        """Let the workers answer with `around(their engine)`, such as an engine of episodes."""
+        """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes."""
         raise NotImplementedError
 
     @property
     def generator(self) -> RolloutEngine:
-        """Who computes: the innermost of engines around engines."""
+        """The innermost engine, which computes the tokens."""
         return self
 
     def counts(self) -> dict[str, int]:
-        """What was counted since this was last asked, by the names of `perf/` metrics; the same names on every rank."""
+        """Returns counts since the last call, by the names of `perf/` metrics; the same names on every rank."""
         return {}
 
     def release(self) -> None:
-        """Free what is kept for the next phase."""
+        """Frees memory that is kept between phases."""
 
     def close(self) -> None:
-        """End workers and environments. May be called twice."""
+        """Stops workers and environments. May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -158,29 +156,29 @@ class RolloutEngine(ABC):
 
 
 class CheckedEngine(RolloutEngine):
-    """Base of engines that generate: they have the actor from `begin` to `end`, or a copy of its weights, and answer
-    checked calls. A subclass writes `answer` and, with `abilities.copies_weights`, `transfer`."""
+    """Base of engines that generate, with the actor itself or with a copy of its weights. A subclass implements
+    `answer` and, with `abilities.copies_weights`, `transfer`."""
 
     abilities = Abilities(copies_weights=False)
     dtype: torch.dtype | None = None
-    """of a copy of the weights; None: the actor's"""
+    """dtype of the copied weights; None means the actor's"""
     tolerance: float | None = None
-    """largest difference of a copy's log-prob in nats; None: what the dtypes explain (`chatgpt.rollout.handshake`)"""
+    """largest allowed difference of a log-prob in nats after a transfer; None chooses by dtype (`TOLERANCES`)"""
     difference: float | None = None
-    """of log-probs, that the latest check of a copy found"""
+    """largest difference of a log-prob in the latest check"""
 
     _actor: Any = None
     _config: Any = None  # of the policy, from `begin` to `end`
     _modes: Sequence[tuple[Any, bool]] = ()
-    _handshake: Handshake | None = None  # of weights that were handed over and not checked yet
+    _handshake: Handshake | None = None  # of transferred weights that are not checked yet
 
     def begin(self, actor: Actor) -> None:
-        """Take the actor, dropout off; or a copy of its weights, adapters folded in.
+        """Keeps the actor with dropout off, or copies its weights with adapters merged in.
 
         Raises:
-            ValueError: a policy that the engine cannot generate with. Of one that copies weights: logits that are not
-                its model's alone, or weights that are not whole.
-            FloatingPointError: the log-probs of an actor that is copied are not finite.
+            ValueError: the engine cannot generate with this policy. An engine that copies weights also rejects an actor
+                that changes its model's logits, and sharded weights.
+            FloatingPointError: the actor's log-probs are not finite, checked before its weights are copied.
         """
         if self._config is not None:
             self.end()
@@ -195,31 +193,31 @@ class CheckedEngine(RolloutEngine):
         self._config = actor.model.config
 
     def hold(self, actor: Actor) -> None:
-        """Keep the actor, dropout off, until `end`."""
+        """Keeps the actor, with dropout off, until `end`."""
         self._modes = [(module, module.training) for module in actor.modules()]
         self._actor = actor
         actor.eval()
 
     def expect(self, handshake: Handshake) -> None:
-        """Check weights by this before they generate."""
+        """Sets the handshake that the transferred weights must pass before they are used."""
         self._handshake, self.difference = handshake, None
 
     def tensors_of(self, model: Any) -> Mapping[str, Tensor]:
-        """The tensors to transfer, by name; a checkpoint's."""
+        """Returns the tensors to transfer, by their names in a checkpoint."""
         return checkpoint_tensors(model)
 
     def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the weights of a model."""
+        """Copies the weights of a model."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Give the actor back with the training flags it came with."""
+        """Releases the actor and restores the training flags of its modules."""
         for module, training in self._modes:
             module.training = training
         self._actor, self._config, self._modes, self._handshake = None, None, (), None
 
     def generate(self, call: Call) -> list[Sample]:
-        """See `RolloutEngine.generate`. Raises RuntimeError where copied weights are not the actor's."""
+        """See `RolloutEngine.generate`. Raises RuntimeError if the copied weights differ from the actor's."""
         limits = self.checked(call)
         if not call.prompts:
             return []
@@ -227,7 +225,7 @@ class CheckedEngine(RolloutEngine):
         return self.answer(call, limits)
 
     def check_weights(self) -> None:
-        """Check weights that were handed over, once. Raises RuntimeError where they are not the actor's."""
+        """Checks transferred weights, once per transfer. Raises RuntimeError if they differ from the actor's."""
         if self._handshake is None:
             return
 
@@ -239,23 +237,23 @@ class CheckedEngine(RolloutEngine):
         self._handshake = None
 
     def checked(self, call: Call) -> list[int]:
-        """The most new tokens of each prompt of a call."""
+        """Checks a call and returns the maximum number of new tokens per prompt."""
         if self._config is None:
             raise ValueError(f'{type(self).__name__}: no actor; call begin(actor) first')
         return self.check(text_config(self._config), call)
 
     def check(self, config: Any, call: Call) -> list[int]:
-        """Raises ValueError before any work for what this engine cannot do with the text model's config. Returns the
-        most new tokens of each prompt."""
+        """Checks a call against the text model's config and returns the maximum number of new tokens per prompt. Raises
+        ValueError for a setting that the engine does not support."""
         return call.checked(config)
 
     @abstractmethod
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
-        """The samples of a checked call with at least one prompt."""
+        """Generates the samples of a checked call with at least one prompt."""
 
 
 class EngineAround(RolloutEngine):
-    """Base of engines around an engine. Their abilities are that one's, but for what a subclass changes."""
+    """Base of engines that wrap another engine, with its abilities unless a subclass changes them."""
 
     abilities = Abilities(copies_weights=False)  # until there is an engine
 
@@ -305,8 +303,8 @@ class EngineAround(RolloutEngine):
 
 @contextmanager
 def changing_shapes(device: torch.device) -> Iterator[None]:
-    """Around forwards whose shapes change from token to token: on a GPU without cuDNN's attention, which torch prefers
-    on Hopper and which makes a plan for every new shape."""
+    """Context for forwards with a new shape at each token. On a GPU it disables cuDNN's attention, which torch prefers
+    on Hopper and which builds a plan for every new shape."""
     if device.type != 'cuda' or not torch.backends.cuda.cudnn_sdp_enabled():
         yield
         return

@@ -1,11 +1,11 @@
-"""Episodes of several turns, over any rollout engine: prompts in, samples of whole episodes out.
+"""Generation of episodes with several turns, on top of any rollout engine.
 
-A transcript only grows: the ids that the policy sampled, and the ids of observations behind them, which
-`Sample.response_mask` leaves out. A draw's position counts all of them, so no two turns share a random number.
+A transcript is append-only: the ids that the policy sampled, then the ids of the observation, which
+`Sample.response_mask` excludes. Positions of random draws count both, so turns never share a random number.
 
-An engine that plays turns keeps its cache between them; others are asked turn by turn with all that came before as the
-prompt. Which sequences are computed together follows from token counts and order alone, never from how long an
-environment takes, so on a CPU a run repeats to the bit.
+An engine with `plays_turns` keeps its cache between turns; another one is called once per turn with the transcript as
+the prompt. Batches depend on token counts and order only, never on how long an environment takes, so a run on a CPU is
+reproducible to the bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def check_writes_turns(config: Any) -> None:
-    """Raises ValueError for a model that reads a prompt apart from what it writes: one response holds all turns."""
+    """Raises ValueError for an encoder-decoder, because one response holds all turns."""
     check_causal(config, 'the turns of an environment are written by')
 
 
@@ -43,15 +43,18 @@ class EpisodeEngine(EngineAround):
     """Generates whole episodes with an engine that generates responses.
 
     Args:
-        environment: makes the environment of an episode: a class, a function without arguments, or a name.
-        settings: `max_new_tokens` and `max_length` of a call bound the whole response, turns and observations.
-        stop_strings: where a turn ends by its text; those of the call's sampling.
-        transcript: how observations become ids. By default `ChatTemplate` for an environment of tools or messages, or
-            where the settings or the tokenizer's `text_choice` say so, and else `TextOrChat`.
+        engine: generates the turns.
+        environment: creates the environment of an episode: a class, a function without arguments, or a name.
+        tokenizer: encodes observations and decodes turns.
+        settings: limits of turns. A call's `max_new_tokens` and `max_length` bound the whole response, turns and
+            observations.
+        stop_strings: strings that end a turn, the same as in the call's sampling.
+        transcript: converts observations to ids. By default `ChatTemplate` for an environment with tools or messages or
+            where the settings or the tokenizer's `text_choice` require it, otherwise `TextOrChat`.
 
     Raises:
-        ValueError: there is no tokenizer; the environment cannot be made or shown to a model; or its tokenizer's chat
-            template cannot be continued by appending.
+        ValueError: no tokenizer, an environment that cannot be created, observations that cannot be encoded, or a chat
+            template that does not allow appending turns.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class EpisodeEngine(EngineAround):
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
         self.is_remote = engine.abilities.takes_environments
-        """environments run where the engine's workers are"""
+        """True if environments run in the engine's workers"""
         if self.is_remote:
             given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
             engine.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
@@ -96,14 +99,14 @@ class EpisodeEngine(EngineAround):
         super().begin(actor)
 
     def close(self) -> None:
-        """End what runs environments."""
+        """Stops the threads or processes that run environments."""
         self.runner.close()
 
     def generate(self, call: Call) -> list[Sample]:
-        """One episode per prompt, in the order of the prompts; see `RolloutEngine.generate`.
+        """Returns one episode per prompt, in the order of the prompts; see `RolloutEngine.generate`.
 
-        A prompt's ids stand before the first observation; there may be none. Raises ValueError for `offsets` and
-        `limits`: an episode begins where its prompt ends, and has the room that `sampling` gives.
+        A prompt's ids, which may be empty, precede the first observation. Raises ValueError for `offsets` and `limits`,
+        which belong to turns.
         """
         if any(call.offsets) or any(limit is not None for limit in call.limits):
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
@@ -118,18 +121,18 @@ class EpisodeEngine(EngineAround):
         return [t.sample(call.sampling.temperature, self._decoded) for t in transcripts]
 
     def columns(self, prompt: Prompt) -> dict[str, Any]:
-        """What `reset` is told of a data row."""
+        """Returns the columns of a data row that are passed to `reset`."""
         messages = prompt.messages
         if isinstance(self.transcript, ChatTemplate):
             messages = self.transcript.messages(prompt)
         return {**prompt.columns, 'prompt': messages} if messages else prompt.columns
 
     def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
-        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn. Warns
-        of one that does not begin alike for one seed.
+        """Returns the ids before the first turn of each prompt's episode, from environments that are reset and then
+        discarded. Warns if an environment's first observation differs between two resets with the same seed.
 
         Raises:
-            ValueError: one failed, in one line.
+            ValueError: an environment failed.
         """
         begun = [self._begun(seed_of(seed, group), prompt) for group, prompt in zip(groups, prompts, strict=True)]
         for group, prompt, first in list(zip(groups, prompts, begun, strict=True))[:1]:
@@ -150,7 +153,7 @@ class EpisodeEngine(EngineAround):
         return answer.observation
 
     def last_turn(self, prompt: Prompt, observation: Observation) -> str:
-        """The text of a conversation's last turn before the first answer; '' of plain text."""
+        """Returns the text of the last message before the first response, or '' for plain text."""
         if isinstance(observation, str):
             if not isinstance(self.transcript, ChatTemplate):
                 return ''
@@ -161,8 +164,8 @@ class EpisodeEngine(EngineAround):
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def response_of(self, turn: Sample, before: list[int]) -> str | dict[str, Any]:
-        """A turn as its environment reads it: its text without end token and (but for SkyRL-Gym's) stop string, or a
-        message where there are tools. `before`: the ids just in front of it."""
+        """Returns a turn in the form that `step` takes: its text without end token and (except for SkyRL-Gym) stop
+        string, or a message if there are tools. `before` holds the ids of the preceding observation or prompt."""
         turn_ids = turn.response_ids.tolist()
         if isinstance(self.transcript, ChatTemplate) and self.transcript.tools is not None:
             return self.transcript.message(turn_ids, turn.finish_reason, before)
@@ -172,16 +175,16 @@ class EpisodeEngine(EngineAround):
 
 
 class _Transcript:
-    """One episode as it grows."""
+    """An episode in progress."""
 
     def __init__(self, key: int, group: int, prompt: Prompt) -> None:
         self.key, self.group, self.prompt = key, group, prompt
         self.prompt_ids: list[int] = []
         self.last_turn = ''
         self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
-        """ids, mask, log-probs, filtered log-probs, edge distances of each turn and each observation"""
+        """ids, mask, log-probs, filtered log-probs and edge distances of each turn and each observation"""
         self.length = 0
-        self.room = 0  # most tokens after the prompt
+        self.room = 0  # maximum number of tokens after the prompt
         self.turns: list[Turn] = []
         self.end: EpisodeEnd | None = None
         self.finish: FinishReason = 'length'
@@ -202,7 +205,7 @@ class _Transcript:
         self.length += len(ids)
 
     def reward(self, rewards: dict[str, float]) -> None:
-        """Of the latest turn."""
+        """Sets the rewards of the latest turn."""
         self.turns[-1] = replace(self.turns[-1], rewards=rewards)
 
     def ids(self) -> Tensor:
@@ -210,7 +213,7 @@ class _Transcript:
 
     def sample(self, temperature: float, decode: Callable[[list[int]], str]) -> Sample:
         assert self.end is not None
-        if not self.parts:  # there was no turn; a sample has at least one token, and this one counts for nothing
+        if not self.parts:  # a sample has at least one token; without a turn it is one that the mask excludes
             self.add_observation(torch.tensor(self.prompt_ids[-1:], dtype=torch.int64))
         ids, mask, logprobs, filtered, edges = map(torch.cat, zip(*self.parts, strict=True))
         return Sample(
@@ -235,7 +238,7 @@ class _Transcript:
 
 
 class _Conversations:
-    """The episodes of one call; the `Turns` of an engine that holds them all."""
+    """The episodes of a call, and their `Turns`."""
 
     def __init__(self, owner: EpisodeEngine, sampling: SamplingParams, seed: int, all_: list[_Transcript]) -> None:
         self.owner, self.sampling, self.seed, self.all = owner, sampling, seed, all_
@@ -262,7 +265,7 @@ class _Conversations:
             rest = [i for i in rest if self.next(i) is not None]
 
     def _call(self, transcripts: list[_Transcript]) -> Call:
-        """What comes next of these transcripts."""
+        """Makes the call for the next turns of these transcripts."""
         return Call.of(
             [Prompt(ids=t.ids()) for t in transcripts],
             self.sampling,
@@ -333,7 +336,7 @@ class _Conversations:
         return ids
 
     def _cut(self, t: _Transcript, reason: EpisodeEnd) -> None:
-        """End an episode that its environment would have gone on with."""
+        """Ends an episode at a limit, before its environment ends it."""
         runner = self.owner.runner
         runner.finish(t.key)
         answer = runner.result(t.key)

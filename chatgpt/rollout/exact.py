@@ -1,12 +1,11 @@
-"""Draws that do not depend on what was generated beside them: a `LocalEngine` whose tokens are those that one canonical
-computation of each sequence alone would have drawn.
+"""Batch-invariant sampling: a `LocalEngine` with tokens that equal those of a canonical computation of each sequence.
 
-That computation of a position is a forward of the sequence alone, without a cache: one row, filled up to the next power
-of two (at least `BLOCK`, at most the model's positions), and the head over the aligned block of `BLOCK` positions. Its
-shapes follow from the position alone, and a causal model's rows do not depend on what stands after them, which `begin`
-tests to the bit. Every draw whose recorded edge distance is within a bound (`edge_bound`) is drawn again from it; where
-the token differs, the rest of the response is generated again from there. So the result is the canonical one at every
-position, and the bound may differ between layouts. Greedy decoding records no edge: all of it is read again.
+The canonical computation of a position is a forward of its sequence alone, without a cache: one row, filled up to the
+next power of two (at least `BLOCK`, at most the model's positions), with the head over the aligned block of `BLOCK`
+positions. Its shapes depend on the position only, and in a causal model a row does not depend on later ones, which
+`begin` tests to the bit. A draw is repeated from it if its recorded edge distance is within a bound (`edge_bound`); if
+the token changes, the rest of the response is generated again. The result is canonical at every position, even if the
+bound differs between layouts. Greedy decoding records no edge distances, so all its tokens are recomputed.
 """
 
 from __future__ import annotations
@@ -30,43 +29,43 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 BLOCK = 32
-"""positions whose logits are computed together"""
+"""number of positions in a block of logits"""
 PROBES = 2
 SAFETY = 16.0
 FLOOR_UNITS = 64.0
 
 
 def edge_bound(d: float, *, filtered: bool = False) -> float:
-    """How far from an edge a draw may lie and come out differently, where no log-prob differs by more than d.
+    """Returns the largest edge distance at which a draw can change if no log-prob changes by more than d.
 
-    Split the tokens that a filter kept into those up to an edge, of mass A, and the others, of mass B. Each sum changes
-    by a factor within [exp(-d), exp(d)], so the logit of F = A / (A + B) moves by at most 2d, and F by at most
-    sigmoid(d) - sigmoid(-d) = tanh(d / 2). A filter keeps the same tokens where the one kept last and the first one
-    left out cannot change places: two that do were within a factor exp(2d) of each other, the smaller with at most half
-    the mass, so their gap was at most (exp(2d) - 1) / 2, which is also more than a mass at `top_p` can move.
+    Split the tokens that a filter keeps at an edge, into masses A below and B above it. Each mass changes by a factor
+    within [exp(-d), exp(d)], so the logit of F = A / (A + B) moves by at most 2d, and F by at most
+    sigmoid(d) - sigmoid(-d) = tanh(d / 2). A filter keeps the same tokens unless the last one kept and the first one
+    removed change places: two such tokens are within a factor exp(2d) of each other, the smaller with at most half the
+    mass, so their gap is at most (exp(2d) - 1) / 2, which is also more than a mass at `top_p` can move.
     """
     return math.expm1(2 * d) / 2 if filtered else math.tanh(d / 2)
 
 
 class Change(NamedTuple):
-    """The first position of a response at which the canonical draw is another."""
+    """The first position of a response at which the canonical token differs."""
 
     position: int
     draw: Draw
-    """of one row"""
+    """the canonical draw, one row"""
 
 
 class ExactDraws(EngineAround):
-    """A `LocalEngine` with canonical draws: the same samples in any batch, on any number of ranks, in any order.
+    """A `LocalEngine` with canonical draws: the same samples in any batch, in any order and on any number of ranks.
 
-    Their tokens and finish reasons are canonical. `logprobs`, `filtered_logprobs` and `edge_distances` are still those
-    of whoever drew the token: right up to rounding, and nothing to learn from where bits count.
+    Tokens and finish reasons are canonical. `logprobs`, `filtered_logprobs` and `edge_distances` come from the batch in
+    which the token was sampled, so they are exact only up to rounding.
 
-    `redrawn` counts draws that were drawn again, `changed` those that came out as another token; both say how the
-    engine batched, and differ between layouts.
+    `redrawn` counts draws that were repeated, `changed` those that gave another token; both depend on the batches, and
+    differ between layouts.
 
     Raises:
-        ValueError: an engine that is no `LocalEngine`.
+        ValueError: the engine is not a `LocalEngine`.
 
     >>> engine = ExactDraws(LocalEngine())                                                        # doctest: +SKIP
     """
@@ -79,28 +78,28 @@ class ExactDraws(EngineAround):
                 'which decodes no encoder-decoders'
             )
         super().__init__(engine)
-        # Nobody draws again while a turn is under way, and recorded log-probs are of the batches that engines made.
+        # Draws cannot be repeated while turns are in progress, and log-probs are those of the engine's batches.
         self.abilities = Abilities(copies_weights=False, reproducible=True, runs_actor=True, exact_logprobs=False)
         self.redrawn = self.changed = 0
         self._actor: Any = None
         self._positions: int | None = None
-        self._seen = self._cleared_with = 0.0
+        self._largest_seen = self._assumed = 0.0
         self._checked: Any = None
 
     def with_draws_of(self, wrap: Callable[[RolloutEngine], RolloutEngine]) -> RolloutEngine:
-        """This one: its draws are canonical already."""
+        """Returns this engine, because its draws are canonical already."""
         return self
 
     def begin(self, actor: Actor) -> None:
-        """Take the policy's weights for one collect phase.
+        """Starts a collect phase.
 
         Raises:
-            ValueError: what `LocalEngine.begin` raises, and a model whose logits depend on later tokens to the bit.
+            ValueError: as `LocalEngine.begin`, or if later tokens change any bit of the model's logits.
         """
         super().begin(actor)
         self._actor, config = actor, text_config(actor.model.config)
         self._positions = position_limit(config)
-        self._seen = self._cleared_with = 0.0
+        self._largest_seen = self._assumed = 0.0
         parameter = next(actor.parameters())
         kind = (type(actor.model), parameter.dtype, parameter.device, str(actor.model.config.to_dict()))
         if kind != self._checked:
@@ -112,12 +111,12 @@ class ExactDraws(EngineAround):
             self._checked = kind
 
     def end(self) -> None:
-        """Give the weights back."""
+        """Ends the collect phase."""
         super().end()
         self._actor = None
 
     def counts(self) -> dict[str, int]:
-        """Draws that were drawn again, and those of them that came out as another token."""
+        """Returns the numbers of repeated and of changed draws since the last call."""
         counts = {'redrawn_draws': self.redrawn, 'changed_draws': self.changed}
         self.redrawn = self.changed = 0
         return counts
@@ -126,8 +125,8 @@ class ExactDraws(EngineAround):
         """See `RolloutEngine.generate`.
 
         Raises:
-            ValueError: what `LocalEngine.generate` raises.
-            RuntimeError: log-probs differ by more than earlier draws were cleared with.
+            ValueError: as `LocalEngine.generate`.
+            RuntimeError: a log-prob differs by more than the bound of earlier draws assumed.
         """
         samples, sampling = self.engine.generate(call), call.sampling
         with torch.inference_mode():
@@ -147,12 +146,12 @@ class ExactDraws(EngineAround):
     # ------------------------------------------------------------------ the canonical computation
 
     def _width(self, length: int) -> int:
-        """Tokens of the forward in which a prefix of `length` is computed."""
+        """Returns the number of tokens of the canonical forward for a prefix of `length` tokens."""
         width = max(BLOCK, 1 << (length - 1).bit_length())
         return width if self._positions is None else min(width, self._positions)
 
     def _hidden(self, ids: Tensor, width: int) -> Tensor:
-        """(width, D) of the first `width` tokens of one sequence, (S,) int64, filled up with its first."""
+        """Returns (width, D) states of the first `width` of (S,) int64 ids, filled up with the first id."""
         device = next(self._actor.parameters()).device
         row = torch.cat([ids[:width], ids[:1].expand(max(width - len(ids), 0))])[None].to(device)
         positions = torch.arange(width, device=device)[None]
@@ -160,8 +159,8 @@ class ExactDraws(EngineAround):
             return self._actor.trunk(row, position_ids=positions)[0]
 
     def _block(self, sample: Sample, position: int, hidden: dict[int, Tensor] | None = None) -> Tensor:
-        """(at most BLOCK, V) logits of the aligned block that holds the prediction of response token `position`.
-        `hidden` keeps forwards of this very sequence by their width."""
+        """Returns (at most BLOCK, V) logits of the aligned block that predicts response token `position`. `hidden`
+        caches the forwards of this sequence by width."""
         at = len(sample.prompt_ids) + position - 1
         width, hidden = self._width(at + 1), {} if hidden is None else hidden
         if width not in hidden:
@@ -182,19 +181,19 @@ class ExactDraws(EngineAround):
 
     # ------------------------------------------------------------------ the bound
 
-    def _d(self) -> float:
-        """What is assumed, not proven: `SAFETY` times the largest difference seen since `begin`, and at least
-        `FLOOR_UNITS` units in the last place, for the rounding of probabilities. The first `PROBES` responses of each
-        call are computed both ways to see it, beside all that are drawn again; a later one above it raises."""
-        return max(SAFETY * self._seen, FLOOR_UNITS * torch.finfo(next(self._actor.parameters()).dtype).eps)
+    def _max_difference(self) -> float:
+        """Returns the assumed bound of differences between log-probs: `SAFETY` times the largest one observed since
+        `begin`, at least `FLOOR_UNITS` units in the last place. It is measured on the first `PROBES` responses of each
+        call and on all repeated draws; a later difference above it raises."""
+        return max(SAFETY * self._largest_seen, FLOOR_UNITS * torch.finfo(next(self._actor.parameters()).dtype).eps)
 
     def _bound(self, sampling: SamplingParams) -> float:
-        """Edge distance up to which draws are drawn again."""
-        self._cleared_with = max(self._cleared_with, self._d())
-        return edge_bound(self._cleared_with, filtered=sampling.top_k > 0 or sampling.top_p < 1.0)
+        """Returns the edge distance up to which draws are repeated."""
+        self._assumed = max(self._assumed, self._max_difference())
+        return edge_bound(self._assumed, filtered=sampling.top_k > 0 or sampling.top_p < 1.0)
 
     def _compare(self, sample: Sample, position: int, logits: Tensor) -> None:
-        """Note how much the recorded log-probs in a block of canonical logits differ from it."""
+        """Updates the largest difference with the recorded log-probs in a block of canonical logits."""
         before = len(sample.prompt_ids) - 1
         first = (before + position) // BLOCK * BLOCK
         start, stop = max(first, before), min(first + len(logits), before + sample.num_actions)
@@ -202,18 +201,18 @@ class ExactDraws(EngineAround):
         ids = sample.response_ids[start - before : stop - before].to(logits.device)
         canonical = torch.log_softmax(scaled, dim=-1).gather(1, ids[:, None])[:, 0].cpu()
         difference = float((canonical - sample.logprobs[start - before : stop - before]).abs().max())
-        if self._cleared_with and difference > self._cleared_with:
+        if self._assumed and difference > self._assumed:
             raise RuntimeError(
                 f'exact draws: a log-prob of sample {sample.index} differs by {difference:.1e} between two shapes of '
-                f'its computation, and draws were cleared with at most {self._cleared_with:.1e}: this model rounds too '
+                f'its computation, and draws were cleared with at most {self._assumed:.1e}: this model rounds too '
                 "unevenly for reproducible='exact'"
             )
-        self._seen = max(self._seen, difference)
+        self._largest_seen = max(self._largest_seen, difference)
 
     # ------------------------------------------------------------------ drawing again
 
     def _first_change(self, call: Call, i: int, sample: Sample, start: int, bound: float) -> Change | None:
-        """Where, from response position `start` on, the canonical draw is another token."""
+        """Returns the first change at or after response position `start`, or None."""
         near = sample.edge_distances[start:] <= bound
         sampler: TokenSampler | None = None
         hidden: dict[int, Tensor] = {}
@@ -231,7 +230,7 @@ class ExactDraws(EngineAround):
         return None
 
     def _draw(self, call: Call, i: int, position: int, logits: Tensor, sampler: TokenSampler) -> Draw:
-        """The draw of one position from its (1, V) logits."""
+        """Draws the token of one position from its (1, V) logits."""
         sampling, device, uniform = call.sampling, logits.device, None
         if sampling.do_sample:
             key = sample_keys(call.seed, torch.tensor([call.indices[i]], dtype=torch.int64, device=device))
@@ -241,8 +240,8 @@ class ExactDraws(EngineAround):
         return sampler(logits, uniform, torch.ones(1, dtype=torch.bool, device=device) if barred else None)
 
     def _continue(self, call: Call, samples: list[Sample], changes: dict[int, Change]) -> dict[int, int]:
-        """Put the canonical draws into the samples, and generate what comes after them. Returns, of each sample with
-        something new in it, the first new position."""
+        """Puts the changes into the samples and generates what follows them. Returns the first new position of each
+        sample that was continued."""
         sampling = call.sampling
         rest: dict[int, list[int]] = {}
         for i, (position, draw) in changes.items():
@@ -255,8 +254,8 @@ class ExactDraws(EngineAround):
         for barred, members in rest.items():
             limits = [call.room(i) for i in members]
             room = [limit - samples[i].num_actions for i, limit in zip(members, limits, strict=True)]
-            # One call for all: some may come out longer than they may be, and are cut; a stop is asked of the whole
-            # response, which an engine that begins in its middle does not see.
+            # One call for all: responses longer than their limit are cut afterwards, and so is `stop` applied, since it
+            # needs the whole response, of which the engine generates only the end.
             of_rest = replace(
                 sampling,
                 max_new_tokens=max(room),
@@ -278,7 +277,7 @@ class ExactDraws(EngineAround):
 
     @staticmethod
     def _ending(sampling: SamplingParams, ids: list[int], limit: int) -> FinishReason | None:
-        """How a response ends with its newest token; None where it goes on."""
+        """Returns the reason why a response ends at its last token, or None if it continues."""
         if ids[-1] in sampling.eos_token_ids:
             return 'eos'
         if sampling.stop is not None and len(ids) >= sampling.min_new_tokens and sampling.stop(ids):
@@ -286,7 +285,7 @@ class ExactDraws(EngineAround):
         return 'length' if len(ids) >= limit else None
 
     def _joined(self, sampling: SamplingParams, sample: Sample, more: Sample, limit: int) -> Sample:
-        """`sample` with what was generated after it, up to its end."""
+        """Appends a continuation to `sample`, up to its end."""
         ids = sample.response_ids.tolist()
         reason: FinishReason | None = None
         for token in more.response_ids.tolist():
@@ -304,7 +303,7 @@ class ExactDraws(EngineAround):
 
 
 def _cut(sample: Sample, position: int, draw: Draw) -> Sample:
-    """The sample up to `position`, where it has this draw."""
+    """Returns the sample up to `position`, with this draw as its last token."""
     parts = {'response_ids': draw.token, 'logprobs': draw.logprob, 'filtered_logprobs': draw.filtered_logprob}
     parts['edge_distances'] = torch.ones(1) if draw.edge_distance is None else draw.edge_distance
     joined: dict[str, Any] = {

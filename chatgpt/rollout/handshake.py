@@ -1,12 +1,10 @@
-"""The check of an engine that generates with weights of its own: after each transfer, log-probs of a few tokens are
-held against the actor's.
+"""Checks that an engine with copied weights computes the same log-probs as the actor.
 
-`Handshake.of(actor)` runs one short sequence through the actor and keeps, after each of a few prefixes, the likeliest
-tokens with their log-probs. The engine is asked for its greedy next token after the same prefixes. A transfer that has
-lost a tensor, kept an old one or put one in the wrong place shows as a difference of log-probs far above what rounding
-in the two dtypes explains.
+`Handshake.of(actor)` runs a short sequence through the actor and keeps the most likely tokens and their log-probs after
+a few prefixes. The engine generates its greedy next token after the same prefixes. A missing, outdated or misplaced
+tensor shows as a difference of log-probs far above what rounding in the two dtypes explains.
 
-The engines' base classes (`chatgpt.rollout.engine`) make it and check it, before a sample is drawn with new weights.
+`CheckedEngine` makes the check after each transfer, before the first sample.
 """
 
 from __future__ import annotations
@@ -22,38 +20,37 @@ from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Prompt, Sample
 
 LENGTHS = (2, 4, 8, 16)
-"""of the prefixes"""
-LIKELIEST = 32
-"""tokens that are kept after each"""
+"""lengths of the prefixes"""
+NUM_TOP_TOKENS = 32
+"""number of tokens that are kept after each prefix"""
 TOLERANCES = {torch.float32: 0.02, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""nats. In fp32 the kernels of two programs agree to 1e-5 on a CPU, and to 1e-2 on a GPU that multiplies in TF32.
-bf16 has 8 bits of mantissa: a logit of 20 is off by up to 0.06 when it is rounded once, and a trunk rounds in every
-layer"""
+"""largest allowed difference in nats. In fp32 two programs agree to 1e-5 on a CPU, and to 1e-2 on a GPU with TF32.
+bf16 has 8 bits of mantissa: rounding a logit of 20 once is an error of up to 0.06, and a trunk rounds in every layer"""
 GREEDY = SamplingParams(max_new_tokens=1, do_sample=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """The actor's likeliest next tokens after a few prompts."""
+    """The actor's most likely next tokens after a few prompts."""
 
     engine: str
-    """the class of the engine that is given the weights"""
+    """class name of the engine, for messages"""
     prompt_ids: tuple[tuple[int, ...], ...]
     tokens: tuple[tuple[int, ...], ...]
-    """the likeliest after each prompt, in order"""
+    """the most likely tokens after each prompt, in descending order"""
     logprobs: tuple[tuple[float, ...], ...]
     dtype: torch.dtype
-    """of the actor's weights"""
+    """dtype of the actor's weights"""
     tolerance: float | None = None
-    """in nats; None: by the dtypes"""
+    """in nats; None chooses by dtype"""
 
     @classmethod
     @torch.no_grad()
     def of(cls, actor: Any, engine: str, tolerance: float | None = None) -> Handshake:
-        """One forward of the actor, over at most 16 tokens.
+        """Makes a handshake from one forward of the actor over at most 16 tokens.
 
         Raises:
-            FloatingPointError: its log-probs are not finite.
+            FloatingPointError: the actor's log-probs are not finite.
         """
         config = text_config(actor.model.config)
         positions = position_limit(config)
@@ -68,7 +65,7 @@ class Handshake:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         if not torch.isfinite(logprobs).all():
             raise FloatingPointError(f'{engine}: log-probs of the actor are not finite, before it is given its weights')
-        values, tokens = logprobs.topk(min(LIKELIEST, logprobs.shape[-1]), dim=-1)
+        values, tokens = logprobs.topk(min(NUM_TOP_TOKENS, logprobs.shape[-1]), dim=-1)
         return cls(
             engine=engine,
             prompt_ids=tuple(tuple(ids[:n].tolist()) for n in ends),
@@ -82,31 +79,31 @@ class Handshake:
         return [Prompt(ids=torch.tensor(ids)) for ids in self.prompt_ids]
 
     def best(self) -> list[tuple[int, float]]:
-        """The likeliest token after each prompt, with its log-prob."""
+        """Returns the most likely token after each prompt and its log-prob."""
         return [(tokens[0], logprobs[0]) for tokens, logprobs in zip(self.tokens, self.logprobs, strict=True)]
 
     def ask(self, generate: Callable[[list[Prompt], SamplingParams], Sequence[Sample]]) -> list[tuple[int, float]]:
-        """An engine's greedy token after each prompt, with its log-prob."""
+        """Returns an engine's greedy token after each prompt and its log-prob."""
         samples = generate(self.prompts(), GREEDY)
         return [(int(s.response_ids[0]), float(s.logprobs[0])) for s in samples]
 
     def difference(self, found: Sequence[tuple[int, float]]) -> float:
-        """The largest difference of a log-prob that these greedy tokens show."""
-        return max(map(self._of_one, range(len(self.prompt_ids)), found))
+        """Returns the largest difference of a log-prob that these greedy tokens show."""
+        return max(map(self._token_difference, range(len(self.prompt_ids)), found))
 
-    def _of_one(self, i: int, found: tuple[int, float]) -> float:
+    def _token_difference(self, i: int, found: tuple[int, float]) -> float:
         token, logprob = found
         tokens, logprobs = self.tokens[i], self.logprobs[i]
         if token in tokens:
             return abs(logprob - logprobs[tokens.index(token)])
-        # The best of one is beyond the others' likeliest: one of the two tokens' log-probs moved by half of the gap.
+        # Not among the actor's top tokens: this token's log-prob or the best one's has moved by at least half the gap.
         return max(abs(logprob - logprobs[0]), (logprobs[0] - logprobs[-1]) / 2)
 
     def check(self, found: Sequence[tuple[int, float]], dtype: torch.dtype | None = None) -> float:
-        """The difference of an engine that computes in `dtype` (None: as the actor).
+        """Returns the difference of an engine that computes in `dtype`, by default the actor's.
 
         Raises:
-            RuntimeError: it is above what the dtypes explain.
+            RuntimeError: the difference exceeds the tolerance.
         """
         difference = self.difference(found)
         dtypes = {self.dtype, dtype or self.dtype}

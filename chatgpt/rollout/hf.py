@@ -1,10 +1,9 @@
-"""The engine around `model.generate`, for models and settings that the local engine does not do.
+"""An engine that calls `model.generate`, for models and settings that the local engine does not support.
 
-Prompts are padded on the left inside, with an attention mask, unless a check of the model finds that padding changes
-its numbers; then prompts of one length are computed together. Any GenerationConfig field may come along
-(`SamplingParams.extra`). Tokens are drawn as `LocalEngine` draws: from (seed, sample index, position), whatever is
-generated beside them. Beams are transformers' own, with a torch generator seeded per batch. An encoder-decoder reads
-its prompts padded on the right, as it does in learning.
+Prompts are padded on the left, with an attention mask; if a check finds that padding changes the model's numbers, only
+prompts of equal length are batched. Any GenerationConfig field is accepted (`SamplingParams.extra`). Random draws
+depend on (seed, sample index, position), as in `LocalEngine`. Beam search is transformers' own, with a torch generator
+seeded per batch. An encoder-decoder reads prompts padded on the right, as in learning.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
 
 CHECK_LENGTHS = (5, 3, 4)
 CHECK_STEPS = 3
-NOT_THE_FORWARD = 'HFEngine: what {} generates does not agree with its plain forward: {}'
-CUTS = frozenset(('min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff', 'top_h', 'watermarking_config'))
-"""extras of generate that come after its temperature and filters"""
-STEPWISE = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+FORWARD_MISMATCH = 'HFEngine: what {} generates does not agree with its plain forward: {}'
+FILTER_EXTRAS = frozenset(('min_p', 'typical_p', 'epsilon_cutoff', 'eta_cutoff', 'top_h', 'watermarking_config'))
+"""extra settings that transformers applies after temperature, top_k and top_p"""
+TOKENWISE_MODES = (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
 
 
 class _StopCallback(StoppingCriteria):
-    """Asks `sampling.stop` per row and remembers after how many response tokens each row stopped."""
+    """Calls `sampling.stop` for each row and records the number of response tokens at which it stops."""
 
     def __init__(
         self, stop: Callable[[Sequence[int]], bool], prompt_width: int, min_new_tokens: int, rows: int
@@ -64,8 +63,8 @@ class _StopCallback(StoppingCriteria):
         return torch.tensor([at is not None for at in self.stopped_at], device=input_ids.device)
 
 
-class _Seen(LogitsProcessor):
-    """Stands first among transformers' processors and keeps a step's (rows, V) logits."""
+class _KeepLogits(LogitsProcessor):
+    """The first of the logits processors; keeps the (rows, V) logits of the current step."""
 
     scores: Tensor | None = None
 
@@ -74,8 +73,8 @@ class _Seen(LogitsProcessor):
         return scores
 
 
-class _OwnHead(_Seen):
-    """The logits of the actor's head, which may be more than the model's (ILQL)."""
+class _ActorHead(_KeepLogits):
+    """Replaces the model's logits by those of the actor's head, which may differ (ILQL)."""
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.states = actor, None
@@ -87,20 +86,20 @@ class _OwnHead(_Seen):
         return super().__call__(input_ids, self.actor.head(self.states))
 
 
-class _Drawing(LogitsProcessor):
-    """Draws each step's tokens as `LocalEngine` does, and leaves transformers no other choice: stands last among its
-    processors. Keeps of each step what is recorded of the tokens, and of its logits nothing."""
+class _DrawTokens(LogitsProcessor):
+    """The last of the logits processors: draws each step's tokens as `LocalEngine` does and masks all others, so that
+    transformers must choose them. Keeps their recorded numbers, not the logits."""
 
     def __init__(self, call: Call, actor: Actor, device: torch.device) -> None:
         self.temperature, sampling = call.sampling.temperature, call.sampling
-        if _cuts(sampling):
+        if _has_filter_extras(sampling):
             sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0)
         self.sampler = TokenSampler(sampling, device)
-        self.logits = _OwnHead(actor) if getattr(actor, 'changes_logits', False) else _Seen()
+        self.logits = _ActorHead(actor) if getattr(actor, 'changes_logits', False) else _KeepLogits()
         self.keys = sample_keys(call.seed, torch.tensor(call.indices)).to(device)[:, None]
         self.offsets = torch.tensor(call.offsets, device=device)[:, None]
         self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
-        """(rows, 1) each: log-probs, filtered log-probs, edge distances"""
+        """log-probs, filtered log-probs and edge distances of each step, (rows, 1) each"""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         assert self.logits.scores is not None
@@ -118,14 +117,14 @@ class _Drawing(LogitsProcessor):
 
     @contextmanager
     def around(self, model: Any) -> Iterator[None]:
-        """Inside, `model.generate` goes through the processors."""
+        """Context in which `model.generate` applies these processors."""
         make = model._get_logits_processor
 
         def ours(*args: Any, **kwargs: Any) -> LogitsProcessorList:
             return LogitsProcessorList([self.logits, *make(*args, **kwargs), self])
 
         with ExitStack() as undone:
-            if isinstance(self.logits, _OwnHead):
+            if isinstance(self.logits, _ActorHead):
                 undone.callback(model.get_decoder().register_forward_hook(self.logits.keep).remove)
             model._get_logits_processor = ours
             undone.callback(delattr, model, '_get_logits_processor')
@@ -133,9 +132,9 @@ class _Drawing(LogitsProcessor):
 
 
 class HFEngine(CheckedEngine):
-    """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time.
+    """Generates with `model.generate` of the actor's transformers model, in batches of `max_batch_size` prompts.
 
-    With extras the recorded `filtered_logprobs` include every processor transformers applied.
+    With extra settings, `filtered_logprobs` include all of transformers' logits processors.
     """
 
     abilities = Abilities(copies_weights=False, reproducible=True)
@@ -145,22 +144,23 @@ class HFEngine(CheckedEngine):
             raise ValueError(f'HFEngine: max_batch_size={max_batch_size}; give a positive integer')
         self.max_batch_size = max_batch_size
         self._pads = True
-        """False for a model whose numbers change with padding on the left: its batches have prompts of one length"""
-        self._beyond_windows: str | None = None
-        """why what is generated beyond the attention window is not right, '' where it is; None: not tried"""
+        """False if padding on the left changes the model's numbers; then only prompts of equal length are batched"""
+        self._window_error: str | None = None
+        """why generation beyond the attention window is wrong, '' if it is correct, None if not checked yet"""
         self._checked: Any = None
 
     def hold(self, actor: Actor) -> None:
-        """Take the actor, dropout off. The first time with a model, checks its generation against its plain forward.
+        """Keeps the actor, with dropout off. A new model's generation is first compared with its plain forward.
 
-        Raises ValueError for a model without `generate`, for an actor whose head is not the model's, and where
-        generation and plain forward disagree.
+        Raises:
+            ValueError: the model has no `generate`, the actor's head differs from the model's, or generation does not
+                agree with the plain forward.
         """
         if not hasattr(actor.model, 'generate'):
             raise ValueError(
                 f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model'
             )
-        own_head = isinstance(actor, Actor) and is_encoder_decoder(actor.model)  # which is asked for each step
+        own_head = isinstance(actor, Actor) and is_encoder_decoder(actor.model)  # `_ActorHead` calls it at each step
         if getattr(actor, 'changes_logits', False) and not own_head:
             raise ValueError(
                 f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use "
@@ -175,30 +175,30 @@ class HFEngine(CheckedEngine):
             except Exception:
                 self.end()
                 raise
-            self._checked, self._beyond_windows = kind, None
+            self._checked, self._window_error = kind, None
 
     def _check(self, actor: Actor) -> bool:
-        """Whether the model may be given prompts of several lengths. Raises ValueError where it does not even generate
-        from one length what its forward says."""
+        """Returns True if prompts of different lengths may be batched. Raises ValueError if even prompts of equal
+        length give other logits than the plain forward."""
         found = []
         for lengths in (CHECK_LENGTHS, CHECK_LENGTHS[:1] * 2):
-            why = _disagreement(actor, lengths)
+            why = _forward_mismatch(actor, lengths)
             if not why:
                 break
             found.append(why)
         else:
-            raise ValueError(NOT_THE_FORWARD.format(type(actor.model).__name__, found[-1]))
+            raise ValueError(FORWARD_MISMATCH.format(type(actor.model).__name__, found[-1]))
         pad = getattr(actor.model.config, 'pad_token_id', None)
-        if pad is not None and is_encoder_decoder(actor.model):  # a drawn one is a token like others
-            why = _disagreement(actor, lengths, first=pad)
+        if pad is not None and is_encoder_decoder(actor.model):  # a sampled padding token must be attended to
+            why = _forward_mismatch(actor, lengths, first=pad)
             if why:
                 why += f', after a drawn padding token ({pad})'
-                raise ValueError(NOT_THE_FORWARD.format(type(actor.model).__name__, why))
+                raise ValueError(FORWARD_MISMATCH.format(type(actor.model).__name__, why))
         return lengths is CHECK_LENGTHS
 
     def check(self, config: Any, call: Call) -> list[int]:
-        """The first time that sequences are longer than the model's attention window, generation beyond it is compared
-        with the plain forward too. Raises ValueError where they disagree, and for a second turn of an
+        """Checks a call. The first time that sequences exceed the model's attention window, generation beyond it is
+        compared with the plain forward. Raises ValueError if they disagree, and for a second turn of an
         encoder-decoder."""
         if any(call.offsets) and is_encoder_decoder(self._actor.model):
             raise ValueError(
@@ -209,19 +209,19 @@ class HFEngine(CheckedEngine):
         longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
         if windows is None or longest <= windows.sizes[0]:
             return limits
-        if self._beyond_windows is None:
+        if self._window_error is None:
             lengths = windows.example_lengths if self._pads_to(longest) else [windows.example_lengths[-2]] * 2
-            self._beyond_windows = _disagreement(self._actor, lengths)
-        if self._beyond_windows:
+            self._window_error = _forward_mismatch(self._actor, lengths)
+        if self._window_error:
             raise ValueError(
                 f'HFEngine: what {type(self._actor.model).__name__} generates beyond its attention window of '
-                f'{windows.sizes[0]} does not agree with its plain forward ({self._beyond_windows}); give shorter '
+                f'{windows.sizes[0]} does not agree with its plain forward ({self._window_error}); give shorter '
                 f'sequences than {longest} tokens'
             )
         return limits
 
     def _pads_to(self, longest: int) -> bool:
-        """Whether prompts of several lengths may be padded on the left, where sequences grow to `longest` tokens."""
+        """Returns True if prompts may be padded on the left when sequences grow to `longest` tokens."""
         most = row_limit(self._actor.model.config)
         return self._pads and (most is None or longest <= most)
 
@@ -234,7 +234,7 @@ class HFEngine(CheckedEngine):
         return [samples[i] for i in range(len(limits))]
 
     def _batches(self, lengths: list[int], pads: bool) -> Iterator[list[int]]:
-        """Places of the prompts that are computed together."""
+        """Yields the positions of the prompts of each batch."""
         groups: dict[int, list[int]] = {}
         for place, length in enumerate(lengths):
             groups.setdefault(0 if pads else length, []).append(place)
@@ -247,8 +247,8 @@ class HFEngine(CheckedEngine):
         model = self._actor.model
         device = next(model.parameters()).device
         encodes = is_encoder_decoder(model)
-        input_ids, attention_mask = _padded([p.ids for p in prompts], _pad_of(model, sampling), on_left=not encodes)
-        width = 1 if encodes else input_ids.shape[1]  # of what stands before the responses
+        input_ids, attention_mask = _padded([p.ids for p in prompts], _pad_token(model, sampling), on_left=not encodes)
+        width = 1 if encodes else input_ids.shape[1]  # tokens before the responses
         stop = None
         criteria = StoppingCriteriaList()
         if sampling.stop is not None:
@@ -257,14 +257,14 @@ class HFEngine(CheckedEngine):
         key = int(stream_keys(call.seed, torch.tensor(call.indices[:1]), torch.tensor(call.offsets[:1]))[0])
         config = _generation_config(sampling, max(limits), model)
         record = None
-        if config.get_generation_mode() in STEPWISE:
-            record = _Drawing(call, self._actor, device)
+        if config.get_generation_mode() in TOKENWISE_MODES:
+            record = _DrawTokens(call, self._actor, device)
         elif getattr(self._actor, 'changes_logits', False):
             raise ValueError(
                 f'HFEngine: {type(self._actor).__name__} draws from logits of its own, which only sampling and greedy '
                 f'decoding see; leave out {", ".join(sampling.extra)}'
             )
-        else:  # a row's token may come from another row's logits, which is known at the end
+        else:  # with beams a row's token may come from another row's logits, which is known only at the end
             config.output_logits = config.output_scores = True
         self.abilities = Abilities(copies_weights=False, reproducible=record is not None)
         held = record.around(model) if record is not None else nullcontext()
@@ -284,7 +284,7 @@ class HFEngine(CheckedEngine):
                 stopping_criteria=criteria,
             )
         responses = output.sequences[:, width:]
-        steps = record.steps if record is not None else _of_beams(output, responses, sampling)
+        steps = record.steps if record is not None else _beam_records(output, responses, sampling)
         logprobs, filtered, edges = (torch.cat(column, dim=1).cpu() for column in zip(*steps, strict=True))
         stopped_at = stop.stopped_at if stop else [None] * len(prompts)
         rows = zip(responses.tolist(), stopped_at, limits, strict=True)
@@ -292,12 +292,13 @@ class HFEngine(CheckedEngine):
         return call.samples((responses.cpu(), logprobs, filtered, edges), *zip(*ends, strict=True))
 
 
-def _of_beams(output: Any, responses: Tensor, sampling: SamplingParams) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each step (rows, 1) fp32: log-probs from the raw logits, as transformers drew, and edge distances of 1."""
+def _beam_records(output: Any, responses: Tensor, sampling: SamplingParams) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Returns log-probs of the raw logits, log-probs after transformers' processors, and edge distances of 1 for each
+    step, (rows, 1) fp32 each."""
     sampler, steps = TokenSampler(sampling, responses.device), []
     beams = getattr(output, 'beam_indices', None)
     for t in range(responses.shape[1]):
-        # with beams, row i's token t was chosen from the scores of another row
+        # with beams, token t of row i may come from the scores of another row
         rows, token = slice(None) if beams is None else beams[:, t].clamp(min=0), responses[:, t : t + 1]
         plain = torch.log_softmax(output.logits[t][rows].float() / sampling.temperature, dim=-1).gather(1, token)
         scores = torch.log_softmax(output.scores[t][rows].float(), dim=-1)
@@ -308,15 +309,15 @@ def _of_beams(output: Any, responses: Tensor, sampling: SamplingParams) -> list[
 
 
 @torch.no_grad()
-def _disagreement(actor: Actor, lengths: Sequence[int], first: int | None = None) -> str:
-    """Why greedy generation from prompts of these lengths, padded on the left, is not what the plain forward of each
-    sequence gives; '' where it is. `first` is forced to be an encoder-decoder's first token."""
+def _forward_mismatch(actor: Actor, lengths: Sequence[int], first: int | None = None) -> str:
+    """Compares greedy generation from left-padded prompts of these lengths with plain forwards of each sequence, and
+    returns why they disagree, or ''. `first` is forced as the first token of an encoder-decoder."""
     model: Any = actor.model
     device, vocab = next(actor.parameters()).device, text_config(model.config).vocab_size
     width, encodes = max(lengths), is_encoder_decoder(model)
     prompts = [((torch.arange(width - n, width) + row * width) * 7919 + 13) % vocab for row, n in enumerate(lengths)]
     sampling = SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False)
-    ids, mask = (x.to(device) for x in _padded(prompts, _pad_of(model, sampling), on_left=not encodes))
+    ids, mask = (x.to(device) for x in _padded(prompts, _pad_token(model, sampling), on_left=not encodes))
     config = _generation_config(sampling, CHECK_STEPS, model)
     config.output_logits, config.forced_bos_token_id = True, first
     try:
@@ -328,7 +329,7 @@ def _disagreement(actor: Actor, lengths: Sequence[int], first: int | None = None
     for row in range(len(lengths)):
         response = output.sequences[row, 1 if encodes else width :]
         states = _plain_states(actor, prompts[row].to(device), response)
-        plain = Actor.head(actor, states).float()  # the model's own, whatever is decoded from
+        plain = Actor.head(actor, states).float()  # the model's own head, even if the actor overrides it
         drawn = torch.stack([step[row] for step in output.logits]).float()
         difference = max(difference, float((plain - drawn).abs().max()))
         scale = max(scale, float(plain.abs().max()))
@@ -340,7 +341,7 @@ def _disagreement(actor: Actor, lengths: Sequence[int], first: int | None = None
 
 
 def _plain_states(actor: Actor, prompt: Tensor, response: Tensor) -> Tensor:
-    """(A, D) states before each token of a response, from a forward of that sequence alone."""
+    """Returns (A, D) states that predict the tokens of a response, from a forward of this sequence alone."""
     if is_encoder_decoder(actor.model):
         mask = torch.ones(len(response), dtype=torch.bool)
         record = TokenSequence(prompt_ids=prompt, response_ids=response, response_mask=mask)
@@ -352,7 +353,7 @@ def _plain_states(actor: Actor, prompt: Tensor, response: Tensor) -> Tensor:
 
 
 def _padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple[Tensor, Tensor]:
-    """Ids and mask (rows, width) int64 of sequences of ids."""
+    """Pads sequences of ids; returns ids and mask, (rows, width) int64."""
     width = max(len(ids) for ids in sequences)
     input_ids = torch.full((len(sequences), width), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
@@ -363,8 +364,8 @@ def _padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple
     return input_ids, mask
 
 
-def _pad_of(model: Any, sampling: SamplingParams) -> int:
-    """An encoder may count its positions from the config's own."""
+def _pad_token(model: Any, sampling: SamplingParams) -> int:
+    """Returns the padding token; for an encoder-decoder the config's own, because its positions may depend on it."""
     own = getattr(model.config, 'pad_token_id', None) if is_encoder_decoder(model) else None
     return sampling.pad_token_id if own is None else own
 
@@ -380,10 +381,10 @@ def _response_length(
     return min(len(ids), limit), 'length'
 
 
-def _cuts(sampling: SamplingParams) -> bool:
-    """Whether extras cut the distribution, which transformers does after temperature, top_k and top_p: then all of
-    them are its own, and only the draw is not."""
-    return sampling.do_sample and not CUTS.isdisjoint(sampling.extra)
+def _has_filter_extras(sampling: SamplingParams) -> bool:
+    """Returns True if an extra setting filters the distribution. transformers applies it after temperature, top_k and
+    top_p, so it then applies these too, and only the draw is made here."""
+    return sampling.do_sample and not FILTER_EXTRAS.isdisjoint(sampling.extra)
 
 
 def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any) -> GenerationConfig:
@@ -401,7 +402,7 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
     if is_encoder_decoder(model):
         settings['decoder_start_token_id'] = start_token(model.config)
     mode = GenerationConfig(**(settings | dict(sampling.extra))).get_generation_mode()
-    if mode in STEPWISE and not _cuts(sampling):  # `_Drawing`'s
+    if mode in TOKENWISE_MODES and not _has_filter_extras(sampling):  # `_DrawTokens`'s
         settings |= {'min_new_tokens': None}
         settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} if sampling.do_sample else {}
     return GenerationConfig(**(settings | dict(sampling.extra)))
@@ -409,7 +410,8 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
 
 @contextmanager
 def _bare_generation_config(model: Any) -> Iterator[None]:
-    """Without the model's own defaults: `generate` fills every unset field from them (end tokens, top_k, penalties)."""
+    """Context without the model's generation defaults, from which `generate` would fill all unset fields (end tokens,
+    top_k, penalties)."""
     saved = model.generation_config
     model.generation_config = GenerationConfig()
     try:

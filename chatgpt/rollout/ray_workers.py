@@ -1,8 +1,8 @@
 """Rollout workers as Ray actors.
 
-A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers
-read it from shared memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither
-restarts actors nor retries calls.
+A bucket of weights is put into the object store of the trainer's node as one array; each node fetches it once, and its
+workers read it from shared memory without a copy. `RemoteEngine` replaces dead actors, so Ray neither restarts actors
+nor retries calls.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import Around, ModelSpec, PackedSamples, Request
 
 START_S = 60.0
-"""after which a user is told what is waited for"""
+"""seconds before a warning that workers are still starting"""
 
 
 class RayWorkers:
     """`num_workers` actors for a `RemoteEngine`.
 
     Args:
-        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. GPUs of a worker with vLLM hold its model
-            together, in a placement group on one node. CPU is also the number of threads: by default this process's
-            own, which enters the last bits of a log-prob, or 1 for workers with a GPU.
-        address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or
-            RAY_ADDRESS, or starts one that ends with `close`.
-        timeout_s: a worker that has been waited for so long is ended; None waits for ever. A replacement's start
-            counts too; the first start has at least START_S.
+        num_workers: number of actors.
+        resources: resources of each worker, such as {'CPU': 2, 'GPU': 1, 'any label': 1}. The GPUs of a vLLM worker are
+            a placement group on one node and share its model. CPU is also the number of threads, which affects the last
+            bits of a log-prob: by default this process's number, or 1 for workers with a GPU.
+        address: address of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or
+            RAY_ADDRESS, or starts a local one that `close` shuts down.
+        timeout_s: seconds to wait for an answer before a worker is replaced, including the start of a replacement;
+            None waits without limit. The first start has at least START_S.
 
-    Raises ImportError without ray, ValueError for a number of workers or resources that cannot be.
+    Raises ImportError without ray, ValueError for an invalid number of workers, timeout or amount of resources.
     """
 
     def __init__(
@@ -61,27 +62,27 @@ class RayWorkers:
         given = dict(resources or {})
         self.resources = {'CPU': 1.0 if given.get('GPU') else float(torch.get_num_threads())} | given
         self.actors: list[Any] = []
-        self._groups: list[Any] = []  # of each actor, where it has one: its placement group
-        self._places: list[Any] = []  # of each actor, asked for: process and node
+        self._groups: list[Any] = []  # placement group of each actor, or None
+        self._places: list[Any] = []  # reference to process and node of each actor
         self._actor_class: Any = None
         self._options: dict[str, Any] = {}
         self._arguments: tuple[Any, ...] = ()
         self._started_ray = False
 
     def dumps(self, value: Any) -> bytes:
-        """As Ray pickles it: what a module or a script defines by itself as well."""
+        """Pickles with Ray's cloudpickle, which includes classes and functions defined in a script."""
         return self.ray.cloudpickle.dumps(value)
 
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
-        """Start the actors; returns when all are there.
+        """Starts the actors and waits until all are running.
 
         Raises:
-            ValueError: the nodes of the cluster can never hold them, each whole on one node.
-            RuntimeError: some have not started within `timeout_s`, or could not.
+            ValueError: the cluster's nodes do not have the resources.
+            RuntimeError: an actor failed to start, or did not within `timeout_s`.
         """
         ray = self.ray
         tensor_parallel = getattr(spec, 'tensor_parallel', 0)
-        """GPUs that the actor's own processes have, and not the actor"""
+        """number of GPUs for the processes that vLLM starts; the actor itself then has none"""
         if tensor_parallel:
             self.resources.setdefault('GPU', tensor_parallel)
         self._connect()
@@ -96,7 +97,7 @@ class RayWorkers:
             'max_restarts': 0,
             'max_task_retries': 0,
         }
-        # in the store once; held here for the replacements
+        # kept for replacements; the spec is stored once
         device = 'cuda' if self.resources.get('GPU') else 'cpu'
         self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device, around)
         self._groups = [self._group(custom) if tensor_parallel else None for _ in range(self.num_workers)]
@@ -120,7 +121,7 @@ class RayWorkers:
             raise RuntimeError(f'the rollout workers could not start: {lines[-1].strip()}') from error
 
     def _group(self, custom: Mapping[str, float]) -> Any:
-        """The GPUs of one worker, on one node: vLLM wants each in a bundle of its own."""
+        """Creates the placement group of one worker on one node, with a bundle per GPU as vLLM requires."""
         first = {'CPU': self.resources['CPU'], 'GPU': 1.0, **custom}
         further = [{'GPU': 1.0} for _ in range(int(self.resources['GPU']) - 1)]
         return self.ray.util.placement_group([first, *further], strategy='STRICT_PACK')
@@ -132,25 +133,25 @@ class RayWorkers:
         strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
         )
-        # Ray would hide all GPUs from an actor that asks for none; vLLM gives each of its processes its own.
+        # Ray hides all GPUs from an actor that requests none, but vLLM assigns one to each of its processes.
         see_all = {'env_vars': {'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': '1'}}
         placed = self._actor_class.options(**self._options, scheduling_strategy=strategy, runtime_env=see_all)
         return placed.remote(*self._arguments)
 
     def _late(self, timeout_s: float | None) -> str:
-        """Numbers of the actors that have not started after so long; empty if all have."""
+        """Returns the numbers of the actors that have not started after `timeout_s`, or '' if all have."""
         late = self.ray.wait(self._places, num_returns=len(self._places), timeout=timeout_s)[1]
         return ', '.join(str(number) for number, place in enumerate(self._places) if place in late)
 
     def _connect(self) -> None:
-        """To the cluster that is named, or one of our own."""
+        """Connects to the given cluster, or starts a local one."""
         if self.ray.is_initialized():
             return
         address = self.address or os.environ.get('RAY_ADDRESS')
-        # a Ray of our own has as many CPUs as its workers ask for: slots, not cores
+        # a local Ray gets as many CPUs as the workers request, even if the machine has fewer cores
         num_cpus = max(1, math.ceil(self.num_workers * self.resources['CPU']))
         own = {'address': 'local', 'include_dashboard': False, 'num_cpus': num_cpus}
-        # Ray takes SIGTERM over and exits; a run that is training wants to save first
+        # Ray installs a handler of SIGTERM that exits, but a training run saves a checkpoint first
         handler = signal.getsignal(signal.SIGTERM)
         self.ray.init(log_to_driver=False, logging_level='error', **({'address': address} if address else own))
         if callable(handler) and threading.current_thread() is threading.main_thread():
@@ -161,10 +162,10 @@ class RayWorkers:
         return self.ray.put(bucket.numpy())
 
     def submit(self, worker: int, request: Request) -> Any:
-        return _Asked(self.actors[worker].generate.remote(request), self._places[worker])
+        return _PendingCall(self.actors[worker].generate.remote(request), self._places[worker])
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        return _Asked(self.actors[worker].call.remote(method, *args), self._places[worker])
+        return _PendingCall(self.actors[worker].call.remote(method, *args), self._places[worker])
 
     def host(self) -> str:
         return self.ray.util.get_node_ip_address()
@@ -189,7 +190,7 @@ class RayWorkers:
             where = self.ray.get(handle.place) if started else 'an actor that has not started'
             raise WorkerDied(f'no answer within {self.timeout_s:g} s from {where}') from None
         except exceptions.RayTaskError as error:
-            # A node that held what it needed is gone.
+            # a node that held the task's arguments is gone
             if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):
                 raise WorkerDied(_reason(error.cause)) from None
             raise error.cause or error from error
@@ -198,7 +199,7 @@ class RayWorkers:
         self.ray.cancel(handle.answer)
 
     def replace(self, worker: int) -> None:
-        self.ray.kill(self.actors[worker], no_restart=True)  # it may only have lost its answer, or hang
+        self.ray.kill(self.actors[worker], no_restart=True)  # it may still run if it hangs or only its answer was lost
         self.actors[worker] = self._new_actor(worker)
         self._places[worker] = self.actors[worker].place.remote()
 
@@ -214,11 +215,11 @@ class RayWorkers:
         self.actors, self._groups, self._places, self._arguments, self._started_ray = [], [], [], (), False
 
 
-class _Asked(NamedTuple):
-    """A request under way."""
+class _PendingCall(NamedTuple):
+    """A call of an actor in progress."""
 
     answer: Any
-    place: Any  # of the actor that was asked
+    place: Any  # of the actor
 
 
 def _reason(error: Exception) -> str:
@@ -227,7 +228,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Actor:
-    """What runs in a Ray process: a worker, such as a `RolloutWorker`, that reads its weights from the object store."""
+    """The Ray actor: runs a worker, such as a `RolloutWorker`, that reads weights from the object store."""
 
     def __init__(
         self,

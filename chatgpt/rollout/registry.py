@@ -1,5 +1,5 @@
-"""Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines
-and config files then know; `my_file.py:name` of an entry needs no line at all. And who generates where nobody chose.
+"""The registry of rollout engines. `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` makes an engine
+available to the command line and config files; an entry given as `my_file.py:name` needs no registration.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """How to build an engine."""
+    """An engine in the registry."""
 
     make: Callable[[Any], RolloutEngine | None]
-    """from the policy's folder or hub name; None leaves it to the trainer (`engine_for`)"""
+    """builds the engine from the policy's folder or hub name; returns None to use `engine_for`"""
 
 
 def engine_for(actor: Any, **options: Any) -> RolloutEngine:
-    """The engine of a policy where nobody has chosen one: 'local' with these options, or 'hf' for an encoder-decoder.
+    """Returns the default engine of a policy: 'hf' for an encoder-decoder, else 'local' with these options.
 
     actor: not wrapped by a strategy.
     """

@@ -1,11 +1,11 @@
-"""The engine whose workers live elsewhere.
+"""An engine that generates on workers in other processes or on other nodes.
 
-    begin(actor) ─▶ buckets of weights, version v, put where every worker can read them
-    submit(...)  ─▶ chunks of prompts, each a request that names its weights ─▶ the least loaded worker
-    take(ticket) ◀─ samples in the order of the prompts; what a dead worker held is generated again by its replacement
+    begin(actor) ─▶ buckets of weights, version v, stored where every worker can read them
+    submit(...)  ─▶ chunks of prompts, each a request with its version of the weights ─▶ the least loaded worker
+    take(ticket) ◀─ samples in the order of the prompts; the replacement of a dead worker repeats its open requests
 
-What is submitted is worked on while the trainer learns. As a request names its weights, and draws follow (seed, sample
-index, position), neither the number of workers nor a death can change a sample.
+Workers generate while the trainer learns. A request refers to a version of the weights, and draws depend on (seed,
+sample index, position), so samples depend neither on the number of workers nor on replacements.
 """
 
 from __future__ import annotations
@@ -34,96 +34,98 @@ from chatgpt.rollout.wire import (
 )
 from chatgpt.types import Sample
 
-_FEW = 4  # answers after which idle workers are reported
+_IDLE_CHECK_AFTER = 4  # calls of `take` after which idle workers are reported
 
 
 class WorkerDied(RuntimeError):
-    """A worker ended before it answered; says why, where that is known."""
+    """Raised when a worker ended before it answered, with the reason if it is known."""
 
 
 class RolloutWorkers(Protocol):
-    """`num_workers` `RolloutWorker`s somewhere, numbered from 0. Each answers its requests one after another."""
+    """`num_workers` `RolloutWorker`s, numbered from 0, that process their requests in order.
+
+    A class may define `dumps` if it can pickle more than `pickle.dumps`.
+    """
 
     num_workers: int
 
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
-        """Start all workers. Called once, before anything else; `around` is given only where there is one. A class
-        whose pickling can do more than `pickle.dumps` has it as a method `dumps`."""
+        """Starts all workers. Called once, before any other method; `around` is passed only if there is one."""
 
     def put(self, bucket: Tensor) -> Any:
-        """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle
-        is."""
+        """Stores a (bytes,) uint8 CPU tensor where every worker can read it, as long as the returned handle exists."""
 
     def submit(self, worker: int, request: Request) -> Any:
-        """Queue a request; returns a handle at once."""
+        """Queues a request and returns a handle at once."""
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        """Queue a call of a worker's method behind what was queued there before; a handle for `wait`. Any thread may.
-        Only engines that bring weights to their workers another way than by `put` call it, and `host`."""
+        """Queues a call of a worker's method and returns a handle for `wait`; may be called from any thread. Like
+        `host`, it is used only by engines that do not send weights by `put`."""
 
     def host(self) -> str:
-        """An address of this process's machine that workers can reach."""
+        """Returns an address of this machine that workers can reach."""
 
     def ready(self, handle: Any) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """Returns True if `wait` would not block."""
 
     def wait(self, handle: Any) -> Any:
-        """The answer, `PackedSamples` of a request. Raises `WorkerDied`, or what the worker raised."""
+        """Returns the answer, `PackedSamples` for a request. Raises `WorkerDied`, or the worker's own error."""
 
     def cancel(self, handle: Any) -> None:
-        """The answer is not wanted any more."""
+        """Cancels a request."""
 
     def replace(self, worker: int) -> None:
-        """Put a new worker in the place of a dead one. What was queued there is lost."""
+        """Replaces a dead worker by a new one, with an empty queue."""
 
     def close(self) -> None:
-        """End all workers. May be called twice."""
+        """Stops all workers. May be called twice."""
 
 
 @dataclass(eq=False)
 class Weights:
-    """One version of the weights, held as long as a request names it."""
+    """A version of the weights, kept as long as a request refers to it."""
 
     manifest: Manifest
     buckets: list[Any] = field(default_factory=list)
-    """what `RolloutWorkers.put` gave; empty where workers get this version another way"""
+    """handles of `RolloutWorkers.put`; empty if the version is sent to workers in another way"""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
-    """then: what to make buckets of for a worker that has lost it"""
+    """in that case the tensors, to make buckets for a replaced worker"""
 
 
 @dataclass(eq=False)
 class _Chunk:
-    """Some prompts of a call, at one worker."""
+    """The part of a call that is sent to one worker."""
 
     call: Call
-    request: Request | None  # None once it is answered, and so the weights, which can be freed
+    request: Request | None  # None once answered, like the weights, so that their memory is freed
     weights: Weights | None
     worker: int = 0
     handle: Any = None
     samples: list[Sample] | None = None
-    error: Exception | None = None  # what its worker raised
+    error: Exception | None = None  # raised by the worker
 
 
 @dataclass(eq=False)
 class Ticket:
-    """What `submit` gives for `take`."""
+    """A submitted call, to be passed to `take`."""
 
     version: int
-    """of the weights that generate: the count of `begin`s"""
+    """version of the weights that generate: the number of calls of `begin`"""
     chunks: list[_Chunk] = field(default_factory=list)
     taken: bool = False
 
 
 class RemoteEngine(CheckedEngine):
-    """Generates on workers that have their own copy of the model. Draws are reproducible.
+    """Generates on workers with their own copies of the model. Draws are reproducible.
 
     Args:
         workers: not started yet; this engine starts and closes them.
-        chunk_size: most prompts of a chunk, which is for one worker. None sends a request whole, which on a CPU
-            computes what a `LocalEngine` would, to the bit; then only several requests keep several workers busy.
-        bucket_bytes: most bytes of one bucket of weights.
-        max_restarts: deaths of one worker in a row, without an answer in between, before the engine gives up.
-        engine_options: keywords of the workers' `LocalEngine`s.
+        chunk_size: maximum number of prompts that are sent to one worker together. None sends each call to a single
+            worker, with the same bits as a `LocalEngine` on a CPU; several workers are then busy only if several calls
+            are in progress.
+        bucket_bytes: maximum number of bytes in a bucket of weights.
+        max_restarts: number of consecutive deaths of a worker, without an answer in between, that are tolerated.
+        engine_options: keyword arguments of the workers' `LocalEngine`.
     """
 
     abilities = Abilities(reproducible=True, copies_weights=True, answers_ahead=True, takes_environments=True)
@@ -147,33 +149,34 @@ class RemoteEngine(CheckedEngine):
         self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
         self.max_restarts = max_restarts
         self.version = 0
-        """of the weights that were sent last: the count of `begin`s"""
+        """version of the latest weights: the number of calls of `begin`"""
         self.num_replaced = 0
-        """workers that died and were replaced"""
+        """number of workers that died and were replaced"""
         self.spec: ModelSpec | None = None
         self.around: Around | None = None
-        """what the workers put around their engines; see `put_around`"""
+        """see `put_around`"""
         self._packed_around = b''
         self._weights: Weights | None = None
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
-        """chunks without an answer, by worker, in the order in which they were sent"""
+        """unanswered chunks by worker, in the order in which they were sent"""
         self._deaths = [0] * workers.num_workers
         self._num_taken = self._most_busy = 0
         self._closed = False
 
     def _check_options(self) -> None:
-        LocalEngine(**self.engine_options)  # for its errors
+        LocalEngine(**self.engine_options)  # raises for invalid options
 
     def put_around(self, around: Around) -> None:
-        """Let the workers answer with `around(their LocalEngine)`, such as an engine of episodes, which then runs its
-        environments where the workers are. They get whole prompts, columns included, which are not checked here.
+        """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes, with
+        environments that then run in the workers. Requests then contain whole prompts with columns, which are not
+        checked here.
 
         Raises:
-            ValueError: the workers have another, or have started without; or it cannot be sent to them.
+            ValueError: the workers have a different `around` or started without one, or it cannot be pickled.
         """
         try:
             packed = getattr(self.workers, 'dumps', pickle.dumps)(around)
-        except Exception as error:  # what a pickle method raises is up to it
+        except Exception as error:  # pickle methods may raise anything
             raise ValueError(
                 f'the environment cannot be sent to rollout workers ({type(error).__name__}: '
                 f'{next(iter(str(error).splitlines()), "")}); give a class or function of a module, or its name'
@@ -185,10 +188,10 @@ class RemoteEngine(CheckedEngine):
     # ------------------------------------------------------------------ the protocol of an engine
 
     def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Send the weights as a new version. The first call starts the workers.
+        """Sends the weights as a new version. The first call starts the workers.
 
         Raises:
-            ValueError: another model than before, or a closed engine.
+            ValueError: the model differs from the one before, or the engine is closed.
         """
         if self._closed:
             raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
@@ -201,45 +204,45 @@ class RemoteEngine(CheckedEngine):
                 f'RemoteEngine: its workers hold a {self.spec.model_class.__name__} of another configuration; make an '
                 'engine for this model'
             )
-        self._sweep()
-        tensors = self._wanted(tensors)
+        self._receive_ready()
+        tensors = self._select_tensors(tensors)
         self.version += 1
         assert self._handshake is not None
         manifest = plan_buckets(
             tensors, version=self.version, handshake=self._handshake, bucket_bytes=self.bucket_bytes
         )
-        self._weights = self._bring(manifest, tensors)
+        self._weights = self._publish_weights(manifest, tensors)
 
     def _spec_of(self, model: Any) -> ModelSpec:
         return ModelSpec.of(model)
 
     def tensors_of(self, model: Any) -> Mapping[str, Tensor]:
-        """Each tensor once: a worker's model is of the same class and ties what this one ties."""
+        """Returns tied tensors only once, because the workers' model has the same class and ties them too."""
         return policy_tensors(model)
 
-    def _wanted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those that workers, which have been started, have a place for."""
+    def _select_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the tensors that the workers' model takes. Called after the workers have started."""
         return tensors
 
-    def _bring(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
-        """Put weights where workers find them before they answer requests that name them."""
+    def _publish_weights(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
+        """Makes a version of the weights available to the workers before requests refer to it."""
         return Weights(manifest, self._buckets(manifest, tensors))
 
     def _buckets(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Any]:
         return [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
 
     def check_weights(self) -> None:
-        """Workers do when they have taken them, and `_receive` refuses samples of one that has not."""
+        """Does nothing: workers check weights when they load them, and `_receive` rejects samples of unchecked ones."""
 
     def check(self, config: Any, call: Call) -> list[int]:
         return [] if self.around is not None else check_local(config, call)
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
-        """What a worker raises is raised here."""
+        """Generates a call, and raises the workers' errors."""
         return self.take(self._submit(call))
 
     def end(self) -> None:
-        """Let go of the weights; those of requests under way stay until they are answered."""
+        """Releases the weights; those of open requests are kept until they are answered."""
         super().end()
         self._weights = None
 
@@ -267,8 +270,8 @@ class RemoteEngine(CheckedEngine):
         return self.chunk_size or num_prompts
 
     def take(self, ticket: Ticket) -> list[Sample]:
-        """The samples of a ticket, once; waits for them. Raises what a worker raised, RuntimeError when workers die
-        again and again."""
+        """Waits for the samples of a ticket and returns them. Raises the worker's error, or RuntimeError if a worker
+        died more than `max_restarts` times."""
         if ticket.taken:
             raise ValueError('RemoteEngine.take: this ticket was taken already; its samples count once')
         self._check_idle()
@@ -284,7 +287,7 @@ class RemoteEngine(CheckedEngine):
         return samples
 
     def cancel(self, ticket: Ticket) -> None:
-        """Forget a ticket; what is not generated yet never will be."""
+        """Cancels a ticket and its open requests."""
         for chunk in ticket.chunks:
             if chunk in self._queues[chunk.worker]:
                 self._queues[chunk.worker].remove(chunk)
@@ -301,7 +304,7 @@ class RemoteEngine(CheckedEngine):
         chunk.handle = self.workers.submit(worker, chunk.request)
 
     def _receive(self, chunk: _Chunk) -> None:
-        """Wait for one chunk. A dead worker is replaced, and gets everything again that it had not answered."""
+        """Waits for one chunk. A dead worker is replaced, and its unanswered chunks are sent again."""
         assert chunk.request is not None
         try:
             packed = self.workers.wait(chunk.handle)
@@ -345,7 +348,7 @@ class RemoteEngine(CheckedEngine):
             self.num_replaced += 1
             self.workers.replace(worker)
             try:
-                self._welcome(worker)
+                self._prepare_worker(worker)
                 break
             except WorkerDied as died:
                 self._count_death(worker, 'as it started', died)
@@ -358,18 +361,18 @@ class RemoteEngine(CheckedEngine):
             self._send(chunk, worker)
 
     def _count_death(self, worker: int, when: str, error: WorkerDied) -> None:
-        """Raises RuntimeError when it was one too many."""
+        """Counts a death of a worker. Raises RuntimeError if it is more than `max_restarts`."""
         self._deaths[worker] += 1
         if self._deaths[worker] > self.max_restarts:
             raise RuntimeError(
                 f'rollout worker {worker} died {self._deaths[worker]} times in a row {when}: {error}'
             ) from error
 
-    def _welcome(self, worker: int) -> None:
-        """What a new worker needs before it is given requests."""
+    def _prepare_worker(self, worker: int) -> None:
+        """Prepares a new worker for requests."""
 
-    def _sweep(self) -> None:
-        """Take in what is there already: it frees weights, and a death is noticed before new work is given out."""
+    def _receive_ready(self) -> None:
+        """Receives finished chunks, to free their weights and to notice dead workers before new requests are sent."""
         for queue in self._queues:
             while queue and self.workers.ready(queue[0].handle):
                 before = self.num_replaced
@@ -378,10 +381,10 @@ class RemoteEngine(CheckedEngine):
                     break
 
     def _check_idle(self) -> None:
-        """Say once, after a few answers, when there was never as much to do as there are workers."""
+        """Warns once, after a few calls, if not all workers have been busy at a time."""
         self._most_busy = max(self._most_busy, sum(map(bool, self._queues)))
         self._num_taken += 1
-        if self._num_taken == _FEW and self._most_busy < len(self._queues):
+        if self._num_taken == _IDLE_CHECK_AFTER and self._most_busy < len(self._queues):
             warnings.warn(
                 f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: '
                 'requests go out whole. Set chunk_size to cut them, or keep more of them in flight',
@@ -391,7 +394,7 @@ class RemoteEngine(CheckedEngine):
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """End the workers. Requests under way are lost."""
+        """Stops the workers and discards open requests."""
         self._closed = True
         self._weights = None
         for queue in self._queues:

@@ -1,8 +1,7 @@
-"""How responses are sampled: the settings, and the step from logits to tokens with their log-probs.
+"""Sampling settings, and the step from logits to tokens and log-probs.
 
-The order of the steps is transformers': end tokens barred by `min_new_tokens`, temperature, top-k, top-p. Beam search
-and penalties are not here; `from_generation_kwargs` keeps such settings apart for the engine that wraps
-`model.generate`.
+The order is transformers': end tokens masked by `min_new_tokens`, temperature, top-k, top-p. Settings of beam search
+and penalties are kept in `SamplingParams.extra` for the engine that calls `model.generate`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 64
 
-# GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
+# GenerationConfig fields that change nothing at these values, so they are accepted
 _NEUTRAL: dict[str, float] = {
     **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'use_cache'), 1),
     **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'length_penalty', 'guidance_scale'), 1),
@@ -30,9 +29,9 @@ _NEUTRAL: dict[str, float] = {
     **dict.fromkeys(('min_p', 'epsilon_cutoff', 'eta_cutoff'), 0),
     'typical_p': 1,
 }
-# fields that say nothing about sampling a response to a given prompt
+# fields that do not affect sampling
 _WITHOUT_EFFECT = {'bos_token_id', 'transformers_version'}
-# fields that would change the shape of what an engine returns
+# fields that would change the output of an engine
 _OWNED_BY_ENGINE = {'num_return_sequences', 'return_dict_in_generate'} | {
     f'output_{name}' for name in ('scores', 'logits', 'attentions', 'hidden_states')
 }
@@ -40,7 +39,7 @@ _OWNED_BY_ENGINE = {'num_return_sequences', 'return_dict_in_generate'} | {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings of one `RolloutEngine.generate` call. Raises ValueError for values that make no sense.
+    """Sampling settings of a `Call`. Raises ValueError for invalid values.
 
     >>> SamplingParams(max_new_tokens=48, temperature=0.7, top_p=0.9, eos_token_ids=(1,)).room(prompt_length=16)
     48
@@ -48,24 +47,23 @@ class SamplingParams:
 
     max_new_tokens: int | None = None
     max_length: int | None = None
-    """prompt + response; at least one of the two"""
+    """maximum length of prompt + response; it or `max_new_tokens` is required"""
     min_new_tokens: int = 0
-    """end tokens are barred, and `stop` is not asked, before so many tokens; a stop string that ends before does not
-    count"""
+    """before this number of tokens, end tokens are masked, `stop` is not called, and stop strings are ignored"""
     do_sample: bool = True
-    """False: the most likely token; temperature and filters then only enter the recorded log-probs"""
+    """False selects the most likely token; temperature and filters then only affect the recorded log-probs"""
     temperature: float = 1.0
     top_k: int = 0
-    """0: no top-k filter"""
+    """0 disables the top-k filter"""
     top_p: float = 1.0
-    """1: no top-p filter"""
+    """1 disables the top-p filter"""
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
-    """any valid token; what stands in it is never read"""
+    """any valid token; never read"""
     stop: Callable[[Sequence[int]], bool] | None = None
-    """sees the response ids so far, after every token; built outside from strings (`StopStrings`)"""
+    """called with the response ids after every token; for stop strings a `StopStrings`"""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """further GenerationConfig fields, for `HFEngine`; `LocalEngine` refuses them by name"""
+    """further GenerationConfig fields, for `HFEngine`; `LocalEngine` rejects them"""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is None and self.max_length is None:
@@ -107,7 +105,7 @@ class SamplingParams:
             object.__setattr__(self, 'stop', self.stop.not_before(self.min_new_tokens))
 
     def room(self, prompt_length: int) -> int:
-        """The most new tokens after a prompt of this length; below 1 where `max_length` leaves none."""
+        """Returns the maximum number of new tokens after a prompt of this length; below 1 if none fits."""
         limits = [self.max_new_tokens] if self.max_new_tokens is not None else []
         if self.max_length is not None:
             limits.append(self.max_length - prompt_length)
@@ -115,11 +113,11 @@ class SamplingParams:
 
     @classmethod
     def from_generation_kwargs(cls, tokenizer: Any = None, **kwargs: Any) -> SamplingParams:
-        """Settings from the known fields of transformers' GenerationConfig (and this class's own names).
+        """Makes settings from fields of transformers' GenerationConfig and of this class.
 
-        `eos_token_id` may be one id or a list; None leaves a default. `stop_strings` needs `tokenizer`. Fields that no
-        `SamplingParams` field expresses (`num_beams=4`, `repetition_penalty=1.2`, ...) are kept in `extra` unless their
-        value changes nothing. An unknown keyword is a ValueError that names the nearest known ones.
+        `eos_token_id` may be one id or a list; None keeps a default. `stop_strings` needs `tokenizer`. Other fields
+        (`num_beams=4`, `repetition_penalty=1.2`, ...) are kept in `extra` unless their value has no effect. Raises
+        ValueError for an unknown keyword, with the nearest known ones.
         """
         own = set(cls.__dataclass_fields__) - {'extra'}
         known = own | _generation_config_fields()
@@ -142,7 +140,7 @@ class SamplingParams:
                 settings['eos_token_ids'] = (value,) if isinstance(value, int) else tuple(value)
             elif name == 'top_k' and isinstance(value, float) and value.is_integer():  # TRL writes 0.0
                 settings[name] = int(value)
-            elif name == 'min_length' and value == -1:  # TRL's word for none
+            elif name == 'min_length' and value == -1:  # none, in TRL
                 continue
             elif name in own:
                 settings[name] = value
@@ -157,7 +155,7 @@ from_generation_kwargs = SamplingParams.from_generation_kwargs
 
 
 def generation_fields() -> frozenset[str]:
-    """Every keyword that `SamplingParams.from_generation_kwargs` knows."""
+    """Returns all keywords of `SamplingParams.from_generation_kwargs`."""
     return frozenset(SamplingParams.__dataclass_fields__) - {'extra'} | _generation_config_fields()
 
 
@@ -173,23 +171,23 @@ def _generation_config_fields() -> frozenset[str]:
 
 
 class Draw(NamedTuple):
-    """One token for each of n rows, with what is recorded about it."""
+    """The next tokens of n rows, with their recorded numbers."""
 
     token: Tensor
     """(n,) int64"""
     logprob: Tensor
-    """(n,) fp32, temperature-scaled, unfiltered"""
+    """(n,) fp32, scaled by temperature, unfiltered"""
     filtered_logprob: Tensor
-    """(n,) fp32, renormalised over the tokens that the filters left"""
+    """(n,) fp32, renormalised over the tokens that the filters keep"""
     edge_distance: Tensor | None
-    """(n,) fp32; None where nothing was drawn"""
+    """(n,) fp32; None for greedy decoding"""
 
 
 class TokenSampler:
-    """From logits to tokens. Holds a call's settings on its device; the same for every row and step.
+    """Selects tokens from logits, with the same settings for every row and step.
 
-    With a filter, `edge_distance` is also at most the distance to the filter's own threshold (the probability gap at
-    the k-th token, the cumulative mass around `top_p`), because a token crossing it would move the edges of all others.
+    With a filter, `edge_distance` is at most the distance to the filter's threshold (the probability gap at the k-th
+    token, the cumulative mass around `top_p`), because a token that crosses it moves the edges of all others.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device | str) -> None:
@@ -200,14 +198,14 @@ class TokenSampler:
         self.has_filter = sampling.top_k > 0 or sampling.top_p < 1.0
 
     def is_end(self, token: Tensor) -> Tensor:
-        """(n,) bool: which tokens are end tokens."""
+        """Returns a (n,) bool mask of end tokens."""
         if len(self.sampling.eos_token_ids) == 1:
             return token == self.sampling.eos_token_ids[0]
         return (token[:, None] == self.end_ids).any(dim=1)
 
     def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
-        """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too
-        short to end."""
+        """Selects the next tokens. logits: (n, V), any float dtype. uniform: (n, 1) float64, or None for greedy
+        decoding. no_end_mask: (n,) bool, True for rows shorter than `min_new_tokens`."""
         import torch
 
         from chatgpt.rollout.randomness import edge_distances, inverse_cdf
@@ -234,8 +232,8 @@ class TokenSampler:
         return Draw(token.squeeze(1), unfiltered, chosen, edge)
 
     def filter(self, logprobs: Tensor, no_end_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(n, V) log-probs to the log-probs of the filtered distribution (-inf where filtered out) and the (n,)
-        threshold margin."""
+        """Returns (n, V) log-probs of the filtered distribution, -inf for removed tokens, and the (n,) distance to the
+        filters' thresholds."""
         import torch
 
         kept, margin = logprobs, None
@@ -246,8 +244,7 @@ class TokenSampler:
             top = kept.topk(self.sampling.top_k + 1, dim=-1).values
             last, next_one = top[:, -2], top[:, -1]
             margin = (last.exp() - next_one.exp()).float()
-            # every token as likely as the k-th stays, as in transformers: a choice among equals would depend on the
-            # device
+            # ties with the k-th token are kept, as in transformers: a choice among them would depend on the device
             kept = kept.masked_fill(kept < last[:, None], -math.inf)
         kept = torch.log_softmax(kept, dim=-1)
         if self.sampling.top_p < 1.0:
@@ -256,8 +253,8 @@ class TokenSampler:
         return kept, margin
 
     def _nucleus(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest set of most likely tokens whose mass reaches top_p (Holtzman et al. 2019, section 3.1),
-        renormalised."""
+        """Keeps the smallest set of most likely tokens with a mass of at least top_p (Holtzman et al. 2019, section
+        3.1), renormalised."""
         import torch
 
         top_p = self.sampling.top_p
@@ -268,8 +265,8 @@ class TokenSampler:
         keep[:, 0].fill_(True)
         last = keep.sum(dim=-1, keepdim=True) - 1
         first_out = (last + 1).clamp_(max=logprobs.shape[1] - 1)
-        # the last token kept leaves when `before` passes top_p, the next enters when `mass` falls below it, and the two
-        # change places when their probabilities meet
+        # the last token kept is removed when `before` passes top_p, the next one enters when `mass` falls below it, and
+        # the two change places when their probabilities become equal
         gap = (ordered.gather(1, last).exp() - ordered.gather(1, first_out).exp()).double()
         gap = torch.where(first_out == last, torch.ones_like(gap), gap)
         crossing = torch.minimum((before.gather(1, last) - top_p).abs(), (mass.gather(1, last) - top_p).abs())
@@ -279,10 +276,11 @@ class TokenSampler:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...] | None:
-    """Every token that ends a response: the tokenizer's, then those that the model's generation settings add.
+    """Returns the end tokens of a response: the tokenizer's, then those of the model's generation config.
 
-    Chat models end a turn with other tokens than a text. A single token that no file of generation settings names may
-    be its family's default, which means something else to another tokenizer: it counts only without a tokenizer's.
+    Chat models end a turn with another token than a text. A single token that comes from the model config, not from
+    generation_config.json, may be a default of the model family that this tokenizer does not share, so it is used only
+    if the tokenizer has no end token.
     """
     settings = getattr(model, 'generation_config', None)
     stated = getattr(settings, 'eos_token_id', None)
@@ -299,8 +297,8 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...] | None:
 def sampling_for(
     actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]
 ) -> tuple[SamplingParams, StopStrings | None]:
-    """Sampling parameters from generation keywords, with the end and padding tokens of the tokenizer or the model
-    filled in."""
+    """Makes sampling parameters from generation keywords, with end and padding tokens of the tokenizer or the model as
+    defaults."""
     given = dict(kwargs)
     stop_strings = given.pop('stop_strings', None)
     model = getattr(actor, 'model', None)

@@ -1,10 +1,9 @@
-"""One engine for all ranks: rank 0 has its workers, the other ranks ask through it. Or one for the processes of a rank
-(`OfOneRank`).
+"""An engine shared by all ranks, with workers owned by rank 0, or by the processes of one rank (`RankProcesses`).
 
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
 
-For workers that are larger than a rank's share of them, such as vLLM over several GPUs. Every call but `cancel` and
-`end` is a collective: all ranks make it, in the same order.
+For workers that are larger than the share of one rank, such as vLLM on several GPUs. Every call except `cancel` and
+`end` is a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from chatgpt.types import Sample
 
 
 class Ranks(Protocol):
-    """What of a strategy is wanted."""
+    """The methods of a strategy that `SharedEngine` uses."""
 
     rank: int
     is_rank_0: bool
@@ -30,11 +29,11 @@ class Ranks(Protocol):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
 
 
-class OfOneRank:
-    """The processes that compute one rank together, as `SharedEngine` asks for ranks: the first has the rank's workers.
+class RankProcesses:
+    """The processes that compute a rank together, as `Ranks`; the first owns the rank's workers.
 
     Args:
-        ranks: those of the strategy.
+        ranks: the strategy's `ranks`.
     """
 
     rank = 0
@@ -51,16 +50,16 @@ class OfOneRank:
 
 @dataclass(eq=False)
 class _Ticket:
-    own: slice  # this rank's samples among all
-    asked: Any = None  # the engine's ticket, on rank 0
+    own: slice  # this rank's samples
+    inner: Any = None  # the engine's ticket, on rank 0
 
 
 class SharedEngine(EngineAround):
-    """One engine over ranks.
+    """An engine shared by all ranks.
 
     Args:
         ranks: the strategy.
-        engine: one that answers ahead, the same on every rank; only that of rank 0 starts its workers.
+        engine: an engine with `answers_ahead`, created alike on every rank; only that of rank 0 starts its workers.
     """
 
     def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:
@@ -68,7 +67,7 @@ class SharedEngine(EngineAround):
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
-        """What it returns there, or raises there, on every rank."""
+        """Calls the function on rank 0, and returns its result or raises its error on every rank."""
         value: Any = None
         error: Exception | None = None
         if self.ranks.is_rank_0:
@@ -76,36 +75,36 @@ class SharedEngine(EngineAround):
                 value = function()
             except Exception as raised:
                 error = raised
-        value, told = self.ranks.broadcast_object((value, error))
-        if told is not None:
-            raise error or told
+        value, sent_error = self.ranks.broadcast_object((value, error))
+        if sent_error is not None:
+            raise error or sent_error
         return value
 
     def begin(self, actor: Actor) -> None:
-        """The weights are rank 0's."""
+        """Starts a collect phase with the weights of rank 0."""
         self._on_rank_0(lambda: self.engine.begin(actor))
 
     def generate(self, call: Call) -> list[Sample]:
         return self.take(self.submit(call))
 
     def submit(self, call: Call) -> _Ticket:
-        # what asks for a stop need not travel
+        # the stop callable is not sent: rank 0 uses its own
         shares = self.ranks.all_gather_object(replace(call, sampling=replace(call.sampling, stop=None)))
         first = sum(len(share.prompts) for share in shares[: self.ranks.rank])
         ticket = _Ticket(slice(first, first + len(call.prompts)))
 
         def ask() -> None:
-            ticket.asked = self.engine.submit(replace(joined(shares), sampling=call.sampling))
+            ticket.inner = self.engine.submit(replace(joined(shares), sampling=call.sampling))
 
         self._on_rank_0(ask)
         return ticket
 
     def take(self, ticket: _Ticket) -> list[Sample]:
-        return self._on_rank_0(lambda: self.engine.take(ticket.asked))[ticket.own]
+        return self._on_rank_0(lambda: self.engine.take(ticket.inner))[ticket.own]
 
     def cancel(self, ticket: _Ticket) -> None:
-        if ticket.asked is not None:
-            self.engine.cancel(ticket.asked)
+        if ticket.inner is not None:
+            self.engine.cancel(ticket.inner)
 
     def end(self) -> None:
         if self.ranks.is_rank_0:

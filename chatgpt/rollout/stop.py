@@ -1,7 +1,7 @@
-"""Stop strings: whether the response so far contains one, and the text up to it.
+"""Stop strings: detection in a response, and the text before them.
 
-An engine sees token ids only, so a stop string is handed to it as a callable on ids. Nothing is ever tokenized
-again: the tokens a policy is trained on are exactly the sampled ones, and only the text given to scorers is cut.
+Engines have no tokenizer, so stop strings are passed to them as a callable of ids. Text is never tokenized again: a
+policy is trained on exactly the sampled tokens, and only the text for scorers is cut.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """True once the response contains one of the strings; an engine asks after every token.
+    """A callable that returns True if the response contains one of the strings; engines call it after every token.
 
     A stop string may span several tokens and begin or end inside one, and a token may hold part of a UTF-8 character.
-    One that ends before token `min_new_tokens` does not count: it neither ends the response nor cuts its text.
-    `SamplingParams` sets that number.
+    A stop string that ends before token `min_new_tokens`, which `SamplingParams` sets, is ignored: it neither ends the
+    response nor cuts its text.
 
     >>> StopStrings(tokenizer, ['###', '\\n\\n']).cut('Paris. ### Next question')                    # doctest: +SKIP
     'Paris. '
     """
 
-    # a decoder may treat the first token of a window in its own way (a dropped space, half a character), so the
-    # window holds a few tokens more than a stop string can span
+    # a tokenizer may decode the first token of a window differently (a dropped space, half a character), so the window
+    # has a few tokens more than a stop string can span
     MARGIN = 8
 
     def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
-        """tokenizer: anything with `decode(ids, skip_special_tokens=...)`. Raises ValueError for no or empty
-        strings."""
+        """tokenizer: has a method `decode(ids, skip_special_tokens=...)`. Raises ValueError if there are no strings, or
+        an empty one."""
         self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
         if not self.strings or not all(isinstance(s, str) and s for s in self.strings):
             raise ValueError(f'StopStrings: got {strings!r}; give one or more non-empty strings')
@@ -41,8 +41,7 @@ class StopStrings:
         self.window = max(len(s.encode('utf-8')) for s in self.strings) + self.MARGIN
 
     def __call__(self, response_ids: Sequence[int]) -> bool:
-        """Whether a stop string ends within the last few tokens: those that a string ending at the newest token can
-        span."""
+        """Returns True if a stop string ends within the last few tokens, as many as a stop string can span."""
         tail = list(response_ids[-self.window :])
         text = self.tokenizer.decode(tail, skip_special_tokens=False)
         if not any(s in text for s in self.strings):
@@ -51,7 +50,7 @@ class StopStrings:
         return self._first(text, self._length(tail[: max(too_early, 0)], skip_special_tokens=False)) is not None
 
     def not_before(self, min_new_tokens: int) -> StopStrings:
-        """The same strings, which count from this token on."""
+        """Returns these stop strings with another `min_new_tokens`."""
         if min_new_tokens == self.min_new_tokens:
             return self
         other = copy(self)
@@ -59,22 +58,21 @@ class StopStrings:
         return other
 
     def text_of(self, response_ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens, before the first stop string that counts."""
+        """Returns the text of a response before the first stop string, without special tokens."""
         text = self.tokenizer.decode(response_ids, skip_special_tokens=True)
         return self.cut(text, self.start(response_ids))
 
     def start(self, response_ids: Sequence[int]) -> int:
-        """Characters of the response's text in which no stop string may end: those of the tokens before
-        `min_new_tokens`."""
+        """Returns the number of characters before token `min_new_tokens`, in which stop strings are ignored."""
         return self._length(response_ids[: max(self.min_new_tokens - 1, 0)], skip_special_tokens=True)
 
     def cut(self, text: str, start: int = 0) -> str:
-        """The text before the first stop string that ends after `start` characters; all of it where there is none."""
+        """Returns the text before the first stop string that ends after `start` characters, or all if there is none."""
         return text[: self._first(text, start)]
 
     def settled(self, text: str, start: int = 0) -> str:
-        """What of an unfinished response is sure to stay: up to the first stop string, or up to an ending that may grow
-        into one."""
+        """Returns the part of an unfinished response that no further token can change: the text before the first stop
+        string, or before an ending that may become one."""
         cut = self.cut(text, start)
         if len(cut) < len(text):
             return cut
@@ -84,19 +82,19 @@ class StopStrings:
         return text
 
     def _first(self, text: str, start: int) -> int | None:
-        """Where the first stop string that ends after `start` characters begins."""
+        """Returns the start of the first stop string that ends after `start` characters, or None."""
         return min((at for s in self.strings if (at := text.find(s, max(start - len(s) + 1, 0))) >= 0), default=None)
 
     def _length(self, ids: Sequence[int], *, skip_special_tokens: bool) -> int:
-        """Characters of the text of these tokens; half a character at the end is the next token's."""
+        """Returns the number of characters in the text of these tokens, without an incomplete one at the end."""
         return (
             len(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).rstrip('\ufffd')) if len(ids) else 0
         )
 
 
 def write_texts(sample: Sample, tokenizer: Any, stop_strings: StopStrings | None = None) -> None:
-    """Write the texts that reward functions and tables read into a sample: the response's up to its stop string, and
-    the prompt's where it has none. The ids stay the sampled ones; text is never tokenized again."""
+    """Fills in the texts of a sample for reward functions and tables: the response before its stop string, and the
+    prompt unless it has a text. The ids are not changed."""
     ids = sample.response_ids
     text = (
         tokenizer.decode(ids, skip_special_tokens=True) if stop_strings is None else stop_strings.text_of(ids.tolist())

@@ -1,4 +1,4 @@
-"""One response, token by token as it is drawn: for a chat in a terminal."""
+"""Streaming of a single response, for a chat in a terminal."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 def stream_tokens(
     actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *, seed: int, index: int = 0
 ) -> Iterator[int]:
-    """The ids of one response as they are drawn, the end token included. Draws are those of the engines for (seed,
-    index).
-
-    Dropout is off until the response ends or the generator is closed.
+    """Yields the token ids of a response as they are sampled, including the end token, with the same draws as the
+    engines for (seed, index). Dropout is off until the response ends or the generator is closed.
 
     Args:
         prompt_ids: (P,) int64, P >= 1.
 
     Raises:
-        ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
+        ValueError: an empty prompt, no room for a response, or a sequence longer than the model's positions.
     """
     call = Call.of([Prompt(ids=prompt_ids)], sampling, seed=seed, indices=[index])
     (limit,) = call.checked(text_config(actor.model.config))

@@ -1,10 +1,10 @@
-"""The engine around vLLM, in this process: weights are handed over at `begin`, memory is given back at `end`.
+"""An engine with vLLM in this process: `begin` copies the weights, `end` frees the memory.
 
-Between the phases vLLM sleeps (level 2: neither weights nor cache stay on the device), where its platform can. Its
-cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the weights. Draws come from its
-own generators, one seed per sample from (seed, sample index), but kernels that see another batch may round otherwise,
-and log-probs are recomputed by the trainer. It reports log-probs after temperature and filters, so top_k, top_p and
-min_new_tokens are refused: with them the policy's own log-probs would be unknown.
+Between collect phases vLLM sleeps, if its platform supports it (level 2: neither weights nor cache stay on the device).
+Its cache is allocated at the first prompts of a phase, after the trainer has freed its own copy of the weights. Random
+numbers come from vLLM's generators, seeded per sample by (seed, sample index), but rounding depends on the batch, and
+the trainer recomputes log-probs. vLLM reports log-probs after temperature and filters, so top_k, top_p and
+min_new_tokens are rejected: the policy's unfiltered log-probs would be unknown.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine
 from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams
-from chatgpt.rollout.wire import each_once
+from chatgpt.rollout.wire import unique_tensors
 from chatgpt.types import FinishReason, Sample
 
 VLLM = 'vllm>=0.32,<0.34'
-"""the versions whose sources were read; the interface changes between them"""
+"""supported versions; the interface changes between versions"""
 
 
-OWN = (
+RESERVED = (
     *('model', 'load_format', 'enable_sleep_mode', 'skip_tokenizer_init', 'logprobs_mode'),
     *('gpu_memory_utilization', 'seed'),
 )
-"""keywords of `vllm.LLM` that an engine sets itself"""
+"""keyword arguments of `vllm.LLM` that are set by the engine"""
 
 
-def check_options(engine: str, options: Mapping[str, Any], own: Sequence[str] = OWN) -> None:
-    """Raises ValueError for keywords that an engine sets itself, and for a share of memory that cannot be."""
+def check_options(engine: str, options: Mapping[str, Any], own: Sequence[str] = RESERVED) -> None:
+    """Raises ValueError for options that the engine sets itself, and for an invalid share of memory."""
     for name in own:
         if name in options:
             raise ValueError(f'{engine} sets {name!r} itself; leave it out')
@@ -47,7 +47,7 @@ def check_options(engine: str, options: Mapping[str, Any], own: Sequence[str] = 
 
 
 def llm_settings(model: str | os.PathLike[str], memory_share: float, **options: Any) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a policy whose config.json is in `model`."""
+    """Returns keyword arguments of `vllm.LLM` for the config.json in `model`."""
     return {
         'model': os.fspath(model),
         'load_format': 'dummy',
@@ -55,13 +55,13 @@ def llm_settings(model: str | os.PathLike[str], memory_share: float, **options: 
         'logprobs_mode': 'processed_logprobs',
         'gpu_memory_utilization': memory_share,
         'seed': 0,
-        'max_model_len': -1,  # as long as fits the memory
+        'max_model_len': -1,  # as long as fits into memory
         **options,
     }
 
 
-class AsksLLM(CheckedEngine):
-    """Base of engines that ask a `vllm.LLM`, their `llm`."""
+class BaseVLLMEngine(CheckedEngine):
+    """Base of engines that generate with a `vllm.LLM`, their attribute `llm`."""
 
     abilities = Abilities(copies_weights=False, exact_logprobs=False)
     llm: Any = None
@@ -78,16 +78,16 @@ class AsksLLM(CheckedEngine):
         return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
 
 
-class VLLMEngine(AsksLLM):
+class VLLMEngine(BaseVLLMEngine):
     """Generates with `vllm.LLM`.
 
     Args:
-        pretrained: folder or hub name whose config.json describes the policy; no weight is read from it.
-        memory_share: of the device that vLLM may take while it is awake.
-        options: further keywords of `vllm.LLM`.
+        pretrained: folder or hub name of the policy's config.json; no weights are read from it.
+        memory_share: fraction of the device's memory that vLLM may use while it is awake.
+        options: further keyword arguments of `vllm.LLM`.
 
     Raises:
-        ImportError: vLLM is not installed; ValueError: an option that the engine sets itself, or several GPUs.
+        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or several GPUs.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)
@@ -103,18 +103,19 @@ class VLLMEngine(AsksLLM):
         import_vllm()
         from vllm.platforms import current_platform
 
-        can_sleep = current_platform.is_sleep_mode_available()  # on a CPU it cannot
+        can_sleep = current_platform.is_sleep_mode_available()  # False on a CPU
         self.settings = llm_settings(pretrained, memory_share, enable_sleep_mode=can_sleep, **options)
-        # Every rank has an engine of its own, within the run's process group.
+        # Each rank has its own engine, within the run's process group.
         if int(os.environ.get('WORLD_SIZE', '1')) > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._has_head = True
         self._asleep: list[str] = []
-        """what of it has no memory; it sleeps only as a whole, and calls after that do nothing"""
+        """the parts without memory; vLLM falls asleep as a whole, wakes up by parts, and ignores `sleep` while
+        asleep"""
 
     def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Wake up with the weights."""
-        # vLLM's memory is not torch's: what torch keeps for later would be missing there.
+        """Wakes vLLM up and copies the weights."""
+        # vLLM has its own allocator, which cannot use the memory that torch caches
         torch.cuda.empty_cache()
         if self.llm is None:
             self.llm = start(self.settings)
@@ -122,16 +123,16 @@ class VLLMEngine(AsksLLM):
             self._sleep()
         try:
             self._wake_up('weights')
-            # and not load_weights alone: what vLLM makes of weights when it loads them has to be made again
-            wanted = tensors if self._has_head else each_once(tensors)
+            # not load_weights: vLLM also has to repeat what it derives from weights when it loads them
+            wanted = tensors if self._has_head else unique_tensors(tensors)
             self.llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
-            self.llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+            self.llm.reset_prefix_cache()  # its keys and values are those of the previous weights
         except BaseException:
             self._sleep()
             raise
 
     def end(self) -> None:
-        """Give the device's memory back."""
+        """Frees the device's memory."""
         if self._config is not None:
             self._sleep()
         super().end()
@@ -145,7 +146,7 @@ class VLLMEngine(AsksLLM):
     def _sleep(self) -> None:
         if self._asleep == ['weights', 'kv_cache'] or not self.settings['enable_sleep_mode']:
             return
-        self._wake_up('kv_cache')  # vLLM takes one that is half awake for asleep
+        self._wake_up('kv_cache')  # vLLM considers itself asleep while any part is
         self.llm.sleep(level=2)
         self._asleep = ['weights', 'kv_cache']
 
@@ -155,8 +156,8 @@ class VLLMEngine(AsksLLM):
 
 
 def has_head(llm: Any) -> bool:
-    """Whether vLLM's model has an output layer of its own, which wants its tensor also where the policy's is tied; a
-    model without one refuses it."""
+    """Returns True if vLLM's model has a separate output layer. It then requires this layer's tensor even if the policy
+    ties it to the embedding; a model without one rejects the tensor."""
     return any(llm.apply_model(_has_head))
 
 
@@ -173,27 +174,27 @@ def import_vllm() -> Any:
 
 
 def start(settings: Mapping[str, Any]) -> Any:
-    """`vllm.LLM` in this process, which keeps its random numbers and, on a CPU, its threads. Warns of a version whose
-    sources were not read."""
-    # In a process of its own vLLM could not be given tensors without copying them through the host.
+    """Starts `vllm.LLM` in this process, and restores the state of torch's random numbers and the number of threads
+    that it changes. Warns if the version is not supported."""
+    # in a separate process, tensors could only be passed to vLLM through host memory
     os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
     os.environ.setdefault('VLLM_CPU_OMP_THREADS_BIND', 'nobind')
     vllm = import_vllm()
     found, (low, high) = re.match(r'0\.(\d+)', vllm.__version__), map(int, re.findall(r'0\.(\d+)', VLLM))
     if found is None or not low <= int(found[1]) < high:
-        told = f"vLLM {vllm.__version__} is installed, and this package knows the interface of '{VLLM}'"
-        warnings.warn(told, stacklevel=2)
+        text = f"vLLM {vllm.__version__} is installed, and this package knows the interface of '{VLLM}'"
+        warnings.warn(text, stacklevel=2)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):
             return vllm.LLM(**settings)
     finally:
-        torch.set_num_threads = set_num_threads  # in place of which vLLM puts a function that does nothing
+        torch.set_num_threads = set_num_threads  # vLLM replaces it by a function that does nothing
         torch.set_num_threads(num_threads)
 
 
 def check_sampling(sampling: Any) -> None:
-    """Raises ValueError for what would hide the policy's own log-probs."""
+    """Raises ValueError for settings with which vLLM does not report the policy's unfiltered log-probs."""
     for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_new_tokens', 0), ('stop', None)):
         if getattr(sampling, name) != neutral:
             raise ValueError(
@@ -209,9 +210,9 @@ def _params(sampling: SamplingParams, limit: int, key: int) -> Any:
         temperature=sampling.temperature if sampling.do_sample else 0.0,
         max_tokens=limit,
         stop_token_ids=list(sampling.eos_token_ids),
-        ignore_eos=True,  # only the end tokens that were asked for end a response
+        ignore_eos=True,  # only `stop_token_ids` end a response
         seed=key & 0x7FFFFFFF,
-        logprobs=0,  # of the token drawn
+        logprobs=0,  # only of the sampled token
         detokenize=False,
     )
 

@@ -1,13 +1,13 @@
-"""Rollout workers that generate with vLLM on several GPUs each, and are sent weights while the trainer learns.
+"""An engine with workers that run vLLM on several GPUs each, and receive weights while the trainer learns.
 
-    begin(actor) ─▶ a copy of the weights, version v ─▶ a thread for each worker sends it (NCCL; IPC on one GPU)
-                    behind all that the worker was asked before, so it generates, receives, generates; begin returns
+    begin(actor) ─▶ copies the weights, version v; a thread per worker sends the copy (NCCL, or IPC on one GPU),
+                    queued behind the worker's earlier requests; begin returns without waiting for it
     the trainer learns: it changes its own weights, not the copy
-    next begin   ─▶ waits until v is with every worker
+    next begin   ─▶ waits until every worker has version v
 
-The sending is vLLM's (`vllm.distributed.weight_transfer`); each worker is a group of its own with the trainer, so that
-the death of one breaks no other's. Where it cannot be (weights on a CPU, no vLLM here), and to the worker that takes a
-dead one's place, weights go as buckets, as to every `RemoteEngine`'s workers.
+The transfer is vLLM's (`vllm.distributed.weight_transfer`), with a process group per worker, so that the death of a
+worker does not break the others' transfers. Weights on a CPU, a trainer without vLLM, and the replacement of a dead
+worker use buckets, as in `RemoteEngine`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, Ticket, Weights, WorkerDied
 from chatgpt.rollout.vllm import check_options, check_sampling
-from chatgpt.rollout.vllm_worker import OWN, VLLMSpec, name_of_device
-from chatgpt.rollout.wire import Manifest, checkpoint_tensors, each_once
+from chatgpt.rollout.vllm_worker import RESERVED, VLLMSpec, name_of_device
+from chatgpt.rollout.wire import Manifest, checkpoint_tensors, unique_tensors
 from chatgpt.types import Sample
 
 WeightTransfer = Literal['auto', 'nccl', 'ipc', 'store']
 SENT_FROM = ('cuda',)
-"""devices of weights that NCCL and IPC take"""
+"""device types that NCCL and IPC send from"""
 STOPPING_S = 10.0
-"""that a sender has to end after its worker has died"""
+"""seconds that a sender has to end after its worker has died"""
 
 
 class VLLMRemoteEngine(RemoteEngine):
-    """`RemoteEngine` whose workers run vLLM; a worker's GPUs hold its model together (tensor parallelism).
+    """A `RemoteEngine` with workers that run vLLM, with tensor parallelism over the GPUs of each worker.
 
     Args:
-        weight_transfer: 'nccl': vLLM's NCCL transfer, from this process's GPU to others. 'ipc': its CUDA IPC transfer,
-            to a worker on this process's own GPU. 'store': as buckets through `RolloutWorkers.put`. 'auto': for each
-            worker the first of these that can be.
-        options: see `RemoteEngine`. chunk_size None cuts a request into equal parts, one for each worker;
-            engine_options are keywords of `vllm.LLM`, and memory_share: of each GPU, 0.9.
+        weight_transfer: 'nccl' is vLLM's NCCL transfer, from this process's GPU to others; 'ipc' its CUDA IPC transfer,
+            to a worker on this process's GPU; 'store' sends buckets by `RolloutWorkers.put`; 'auto' uses for each
+            worker the first of these that is possible.
+        options: see `RemoteEngine`. With chunk_size=None, a call is split evenly over all workers. engine_options are
+            keyword arguments of `vllm.LLM`, and memory_share, the fraction of each GPU's memory for vLLM, by default
+            0.9.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True, answers_ahead=True, takes_environments=True)
@@ -58,15 +59,15 @@ class VLLMRemoteEngine(RemoteEngine):
         super().__init__(workers, **options)
         self.tensor_parallel = _tensor_parallel(workers)
         self._has_head: bool | None = None
-        """whether the workers' model has an output layer of its own; known after the first `begin`"""
+        """True if the workers' model has a separate output layer; None before the first `begin`"""
         self.ways: list[str] = []
-        """how weights come to each worker: 'nccl', 'ipc' or 'store'; known after the first `begin`"""
+        """transfer of weights to each worker: 'nccl', 'ipc' or 'store'; empty before the first `begin`"""
         self._links: list[_Link | None] = []
-        self._sending: list[_Link] = []  # to workers that may not have the latest version yet
-        self._moving: threading.Thread | None = None  # `_to_host`, after them
+        self._sending: list[_Link] = []  # transfers of the latest version that may not be finished
+        self._moving: threading.Thread | None = None  # runs `_to_host`
 
     def _check_options(self) -> None:
-        check_options('VLLMRemoteEngine', self.engine_options, OWN)
+        check_options('VLLMRemoteEngine', self.engine_options, RESERVED)
 
     def check(self, config: Any, call: Call) -> list[int]:
         check_sampling(call.sampling)
@@ -81,30 +82,31 @@ class VLLMRemoteEngine(RemoteEngine):
         return VLLMSpec(**vars(spec), tensor_parallel=self.tensor_parallel)
 
     def tensors_of(self, model: Any) -> Mapping[str, Tensor]:
-        # Views of a received buffer are aligned when larger elements come first.
+        # with larger elements first, views of a received buffer are aligned
         return dict(sorted(checkpoint_tensors(model).items(), key=lambda item: -item[1].dtype.itemsize))
 
     # ------------------------------------------------------------------ weights
 
-    def _wanted(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _select_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self._has_head is None:
             self._has_head = self.workers.wait(self.workers.call(0, 'has_head'))
-        return tensors if self._has_head else each_once(tensors)
+        return tensors if self._has_head else unique_tensors(tensors)
 
-    def _bring(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
+    def _publish_weights(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
         self._finish_sending()
         if not self.ways:
             self._device = next(iter(tensors.values())).device
             self._largest = max(t.numel() * t.dtype.itemsize for t in tensors.values())
             self._links, self.ways = [None] * self.workers.num_workers, ['store'] * self.workers.num_workers
             for worker in range(self.workers.num_workers):
-                self._welcome(worker)
+                self._prepare_worker(worker)
         weights = Weights(manifest)
         if 'store' in self.ways:
             weights.buckets = self._buckets(manifest, tensors)
         if links := [link for link in self._links if link is not None]:
-            # learning goes on with the tensors themselves, but for those that a strategy has put into host memory
-            here = self._device if 'ipc' in self.ways else None  # whose worker reads the copy where it lies
+            # The trainer changes the tensors while they are sent, so they are copied. Those that a strategy keeps in
+            # host memory are sent from there, except by IPC, with which the worker reads the copy on the GPU.
+            here = self._device if 'ipc' in self.ways else None
             weights.kept = {
                 name: t.detach().clone(memory_format=torch.contiguous_format)
                 if t.device == self._device
@@ -116,18 +118,18 @@ class VLLMRemoteEngine(RemoteEngine):
             self._sending = links
             for link in links:
                 link.send(manifest, weights.kept, self._device)
-            for link in links:  # what is asked of a worker from now on must come behind its weights
-                link.asked.wait()
+            for link in links:  # later requests must be queued behind the weights
+                link.queued.wait()
             self._moving = threading.Thread(target=_to_host, args=(weights, links), daemon=True)
             self._moving.start()
         return weights
 
     def _finish_sending(self) -> None:
-        """Wait until the weights of the last `begin` are with every worker."""
+        """Waits until every worker has the weights of the last `begin`."""
         links, self._sending = self._sending, []
         for link in links:
             link.thread.join()
-        if self._moving is not None:  # who dies from here on finds the copy on the host
+        if self._moving is not None:  # from here on, a replaced worker gets its weights from the host
             self._moving.join()
             self._moving = None
         for link in links:
@@ -151,13 +153,13 @@ class VLLMRemoteEngine(RemoteEngine):
             for link in self._sending:
                 if link.answered.wait(STOPPING_S) and link.failed is not None:
                     link.thread.join(STOPPING_S)
-                self._raise_of(link)  # then the worker only misses the weights
+                self._raise_of(link)  # the error of the transfer is the cause of the worker's
             raise
 
-    def _welcome(self, worker: int) -> None:
+    def _prepare_worker(self, worker: int) -> None:
         link, self._links[worker] = self._links[worker], None
         if link is not None:
-            link.shutdown()  # its thread may wait for the dead one
+            link.shutdown()  # its thread may wait for the dead worker
         way = self._way(worker)
         if way != 'store':
             buffer_bytes = max(self.bucket_bytes, self._largest)
@@ -165,8 +167,8 @@ class VLLMRemoteEngine(RemoteEngine):
         self.ways[worker] = way
 
     def _check_way(self, device: torch.device) -> None:
-        """Raises ValueError for what no worker could be sent weights by, before there are workers: which GPUs they have
-        is known only then."""
+        """Raises ValueError for a transfer that is impossible for any worker. Called before the workers start, when
+        their GPUs are not known yet."""
         asked = self.weight_transfer
         if asked in ('nccl', 'ipc') and (device.type not in SENT_FROM or not self.tensor_parallel):
             raise ValueError(
@@ -180,7 +182,7 @@ class VLLMRemoteEngine(RemoteEngine):
             )
 
     def _way(self, worker: int) -> str:
-        """How weights can come to a worker. Raises ValueError where they cannot as was asked."""
+        """Returns the transfer to use for a worker. Raises ValueError if the requested one is not possible."""
         asked = self.weight_transfer
         if asked == 'store' or (asked == 'auto' and not self._can_send()):
             return 'store'
@@ -210,7 +212,7 @@ class VLLMRemoteEngine(RemoteEngine):
     def close(self) -> None:
         for link in filter(None, self._links):
             link.shutdown()
-        self.workers.close()  # ends what senders wait for
+        self.workers.close()  # senders may wait for a worker
         for link in self._sending:
             link.thread.join(STOPPING_S)
         if self._moving is not None:
@@ -220,7 +222,7 @@ class VLLMRemoteEngine(RemoteEngine):
 
 
 def _tensor_parallel(workers: RolloutWorkers) -> int:
-    """GPUs that hold a worker's model together; 0: it computes on a CPU."""
+    """Returns the number of GPUs of a worker; 0 for a worker on a CPU."""
     gpus = getattr(workers, 'resources', {}).get('GPU', 1)
     if gpus < 0 or gpus != int(gpus):
         raise ValueError(f'resources: GPU={gpus} of a vLLM worker must be a whole number; 0 computes on a CPU')
@@ -228,12 +230,12 @@ def _tensor_parallel(workers: RolloutWorkers) -> int:
 
 
 def _several_ranks() -> bool:
-    """Then vLLM's IPC would ask the others from a thread, while they learn."""
+    """Returns True with several ranks. vLLM's IPC would then call a collective from a thread while the ranks learn."""
     return int(os.environ.get('WORLD_SIZE', '1')) > 1
 
 
 def _to_host(weights: Weights, links: list[_Link]) -> None:
-    """When all is sent, the copy leaves the device: it is only wanted for a worker that dies."""
+    """Waits for all transfers and moves the copy to host memory, where it is kept for replacements of dead workers."""
     for link in links:
         link.thread.join()
     for name, tensor in list(weights.kept.items()):
@@ -245,8 +247,8 @@ def _to_host(weights: Weights, links: list[_Link]) -> None:
 
 
 class _Link:
-    """Sends weights to one worker, each version in a thread. It is vLLM's `VLLMWeightSyncClient` of that worker too:
-    start, update and finish are one call there, so that nothing comes between them."""
+    """Sends weights to one worker, each version in a thread. Implements vLLM's `VLLMWeightSyncClient` for this worker:
+    start, update and finish are a single call of the worker, so that no request runs in between."""
 
     def __init__(self, workers: RolloutWorkers, worker: int, way: str, num_gpus: int, buffer_bytes: int) -> None:
         self.workers, self.worker, self.way = workers, worker, way
@@ -254,20 +256,20 @@ class _Link:
         self.sender: Any = None
         self.source = _source(self)
         self.thread = threading.Thread()
-        self.manifest: Manifest | None = None  # of the weights that are sent
-        self.asked = threading.Event()  # the worker has been asked to receive them
-        self.turn = threading.Event()  # the worker is about to receive them: what it was asked before is done
+        self.manifest: Manifest | None = None  # of the weights being sent
+        self.queued = threading.Event()  # the call to receive them is queued
+        self.ready = threading.Event()  # the worker's earlier requests are done
         self.answered = threading.Event()
-        self.failed: Exception | None = None  # of the worker, or of what it was asked
-        self.error: Exception | None = None  # why the version is not there
+        self.failed: Exception | None = None  # raised by the worker or by its call
+        self.error: Exception | None = None  # why the transfer failed
 
     def send(self, manifest: Manifest, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Begin to send a version."""
+        """Starts to send a version."""
         self.manifest, self.failed, self.error = replace(manifest, tensors={}, buckets=()), None, None
-        for event in (self.asked, self.turn, self.answered):
+        for event in (self.queued, self.ready, self.answered):
             event.clear()
         if self.way == 'ipc':
-            self.turn.set()  # what is sent are handles
+            self.ready.set()  # IPC sends only handles, which need not wait for the worker
         name = f'chatgpt-weights-{self.worker}'
         self.thread = threading.Thread(target=self._send, args=(tensors, device), name=name, daemon=True)
         self.thread.start()
@@ -275,30 +277,30 @@ class _Link:
     def _send(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         try:
             if device.type == 'cuda':
-                torch.cuda.set_device(device)  # a thread has one of its own
+                torch.cuda.set_device(device)  # the current device is set per thread
             self.source.give(tensors, device)
             if self.sender is None:
-                self._meet()
+                self._connect()
             self.sender.send_weights()
         except Exception as error:
-            if self.asked.is_set():
-                self.answered.wait(STOPPING_S)  # whether it was the worker
+            if self.queued.is_set():
+                self.answered.wait(STOPPING_S)  # the worker's own error, if any, is the cause
             self.error = self.failed or error
         finally:
-            self.asked.set()
+            self.queued.set()
             self.source.give({})
 
-    def _meet(self) -> None:
-        """With the first weights, whose names and shapes the sender wants to know."""
+    def _connect(self) -> None:
+        """Connects to the worker. Called with the first weights, because the sender needs their names and shapes."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        # what it was asked before may take longer than a meeting waits
-        self.workers.wait(self.workers.call(self.worker, 'turn'))
+        # the worker's earlier requests may take longer than the timeout of the connection
+        self.workers.wait(self.workers.call(self.worker, 'barrier'))
         info: Any
         if self.way == 'ipc':
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            info = IPCTrainerInitInfo(rank=0, packed=False)  # the copy is there as long as it is read: no buffer
+            info = IPCTrainerInitInfo(rank=0, packed=False)  # no buffer: the copy exists as long as it is read
         else:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -317,7 +319,7 @@ class _Link:
         self.sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
 
     def shutdown(self) -> None:
-        """Leave the group. May be called twice, by any thread, and while it sends."""
+        """Leaves the process group. May be called twice, from any thread, and during a transfer."""
         if self.sender is not None:
             self.sender.shutdown()
 
@@ -330,15 +332,15 @@ class _Link:
         pass
 
     def update_weights(self, update_info: Any) -> None:
-        turn = self.workers.call(self.worker, 'turn')
+        barrier = self.workers.call(self.worker, 'barrier')
         handle = self.workers.call(self.worker, 'update_weights', self.manifest, update_info)
-        self.asked.set()
+        self.queued.set()
         try:
-            self._wait(turn)
-            self.turn.set()
+            self._wait(barrier)
+            self.ready.set()
             self._wait(handle)
         finally:
-            self.turn.set()
+            self.ready.set()
             self.answered.set()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -349,14 +351,14 @@ class _Link:
             self.workers.wait(handle)
         except Exception as error:
             self.failed = error
-            for event in (self.asked, self.turn, self.answered):  # also when it was still being met
+            for event in (self.queued, self.ready, self.answered):  # also if connecting failed
                 event.set()
-            self.shutdown()  # the other half of the transfer waits for it
+            self.shutdown()  # the sending thread waits for the worker
             raise
 
 
 def _source(link: _Link) -> Any:
-    """vLLM's `WeightSource` of named tensors."""
+    """Makes a `WeightSource` of vLLM for the tensors of a link."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Tensors(WeightSource):
@@ -372,10 +374,10 @@ def _source(link: _Link) -> Any:
             return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
         def _each(self) -> Iterator[tuple[str, Tensor]]:
-            link.turn.wait()  # a broadcast would keep the GPU busy with waiting
+            link.ready.wait()  # a broadcast that waits for the worker would occupy the GPU
             if link.failed is not None:
                 raise link.failed
-            for name, tensor in list(self.tensors.items()):  # from host memory one at a time
+            for name, tensor in list(self.tensors.items()):  # tensors in host memory are copied one at a time
                 yield name, tensor.to(self.device)
 
         # vLLM 0.32 calls metadata and iterates; 0.33 reads metadata and calls iter_full

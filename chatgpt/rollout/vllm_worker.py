@@ -1,7 +1,6 @@
-"""A rollout worker that generates with vLLM, on the GPUs that it owns. Plain Python, without Ray.
+"""A rollout worker that generates with vLLM on its own GPUs. Independent of Ray.
 
-Weights come to it by vLLM's own weight transfer (`update_weights`) or, as to every worker, in buckets that a request
-names.
+It receives weights by vLLM's weight transfer (`update_weights`) or, as every worker, from the buckets of a request.
 """
 
 from __future__ import annotations
@@ -17,29 +16,28 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.vllm import OWN as OWN_OF_AN_ENGINE
-from chatgpt.rollout.vllm import AsksLLM, has_head, llm_settings, start
+from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
+from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, whole_tensors
-from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, as_it_is
+from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, identity
 
-OWN = (*OWN_OF_AN_ENGINE, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
-"""keywords of `vllm.LLM` that a worker sets itself"""
+RESERVED = (*ENGINE_RESERVED, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
+"""keyword arguments of `vllm.LLM` that are set by the worker"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSpec(ModelSpec):
-    """How a worker builds vLLM: the architecture of a model, on so many GPUs; 0: on the CPU, in the worker's own
-    process."""
+    """The architecture of a model and the number of GPUs that vLLM splits it over."""
 
     tensor_parallel: int = 1
+    """0 runs on the CPU, in the worker's process"""
 
 
-def _or_died(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that raises WorkerDied where vLLM's own processes are gone: a new worker can go on, and this one
-    cannot."""
+def _detect_death(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a method to raise WorkerDied if vLLM's processes have ended, since only a new worker can continue."""
 
     @wraps(method)
-    def asked(self: VLLMWorker, *args: Any) -> Any:
+    def wrapped(self: VLLMWorker, *args: Any) -> Any:
         try:
             return method(self, *args)
         except Exception as error:
@@ -49,15 +47,15 @@ def _or_died(method: Callable[..., Any]) -> Callable[..., Any]:
                 raise WorkerDied(f'of what vLLM runs on its GPUs: {type(error).__name__}: {error}') from error
             raise
 
-    return asked
+    return wrapped
 
 
 class VLLMWorker(Worker):
     """Generates with vLLM.
 
     Args:
-        spec: the model to build; its weights come later.
-        engine_options: keywords of `vllm.LLM`, and memory_share: of each device that vLLM may take.
+        spec: architecture of the model; the weights come later.
+        engine_options: keyword arguments of `vllm.LLM`, and memory_share, the fraction of each GPU's memory for vLLM.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class VLLMWorker(Worker):
         spec: VLLMSpec,
         engine_options: Mapping[str, Any] | None = None,
         *,
-        fetch: Fetch = as_it_is,
+        fetch: Fetch = identity,
         around: Around | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix='chatgpt_vllm_')
@@ -79,40 +77,40 @@ class VLLMWorker(Worker):
             'memory_share': 0.9,
             **(engine_options or {}),
         }
-        # In a process of its own the engine would not know this one's placement group.
+        # In a separate process, vLLM would not find the placement group of this one.
         self.llm: Any = start(llm_settings(self._folder.name, **settings))
-        self._own = _Answering(self.llm)
+        self._own = _WorkerEngine(self.llm)
         super().__init__(self._own, fetch, around)
 
     # ------------------------------------------------------------------ weights
 
-    @_or_died
+    @_detect_death
     def gpus(self) -> list[str]:
-        """What tells each of its GPUs from all others; '' for what is none."""
+        """Returns a unique id of each of its GPUs, '' for another device."""
         return self.llm.collective_rpc(_gpu)
 
-    @_or_died
+    @_detect_death
     def has_head(self) -> bool:
         """See `chatgpt.rollout.vllm.has_head`."""
         return has_head(self.llm)
 
-    def turn(self) -> None:
-        """Answered when all is done that was asked before."""
+    def barrier(self) -> None:
+        """Does nothing; its answer shows that all earlier calls are done."""
 
-    @_or_died
+    @_detect_death
     def join(self, backend: str, init_info: Mapping[str, Any]) -> None:
-        """Meet the sender; see `vllm.LLM.init_weight_transfer_engine`. Returns when it is there too."""
+        """Connects to the sender of weights, and waits for it; see `vllm.LLM.init_weight_transfer_engine`."""
         if backend != 'nccl':
-            self.llm.collective_rpc(_use, args=(backend,))
+            self.llm.collective_rpc(_set_backend, args=(backend,))
         self.llm.init_weight_transfer_engine({'init_info': dict(init_info)})
 
-    @_or_died
+    @_detect_death
     def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
-        """Receive a version of the weights from the sender. After a failure there are none."""
+        """Receives a version of the weights from the sender. After a failure the worker has no weights."""
         self._load(manifest, lambda: self.llm.update_weights({'update_info': dict(update_info)}))
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        """Raises RuntimeError for weights that it was not told where to fetch."""
+        """See `Worker.take_weights`. Raises RuntimeError if there are no buckets."""
         if not buckets:
             raise RuntimeError(
                 f'a rollout worker with weights {self.version} was asked for samples of weights {manifest.version}'
@@ -127,19 +125,19 @@ class VLLMWorker(Worker):
 
     def _load(self, manifest: Manifest, load: Callable[[], None]) -> None:
         llm, self.version, self.difference = self.llm, None, None
-        llm.start_weight_update()  # what vLLM makes of weights when it loads them is made again
+        llm.start_weight_update()  # makes vLLM repeat what it derives from weights when it loads them
         load()
         llm.finish_weight_update()
-        llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+        llm.reset_prefix_cache()  # its keys and values are those of the previous weights
         self.engine.end()
-        self._own.take_up(self.config, manifest)
+        self._own.use_weights(self.config, manifest)
         self.version = manifest.version
 
-    @_or_died
+    @_detect_death
     def generate(self, request: Request) -> PackedSamples:
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
-        self._own.check_weights()  # also where an environment asks for no turn
+        self._own.check_weights()  # even if environments end before a turn is generated
         self.difference = self._own.difference
         return super().generate(request)
 
@@ -147,25 +145,25 @@ class VLLMWorker(Worker):
 def make_worker(
     spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
 ) -> Worker:
-    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
+    """Makes the worker for a spec, with the keyword arguments of `RolloutWorker`."""
     if isinstance(spec, VLLMSpec):
-        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
+        return VLLMWorker(spec, engine_options, **keywords)  # its own processes choose devices
     return RolloutWorker(spec, engine_options, device=device, **keywords)
 
 
-class _Answering(AsksLLM):
-    """The engine of a worker, which gives it weights."""
+class _WorkerEngine(BaseVLLMEngine):
+    """The engine of a `VLLMWorker`, which loads the weights itself."""
 
     def __init__(self, llm: Any) -> None:
         self.llm, self.dtype = llm, llm.model_config.dtype
 
-    def take_up(self, config: Any, manifest: Manifest) -> None:
-        """The weights of a policy of this config are there."""
+    def use_weights(self, config: Any, manifest: Manifest) -> None:
+        """Starts using loaded weights of a policy with this config."""
         self._config = config
         self.expect(manifest.handshake)
 
 
-# What runs in vLLM's own processes. They import this module: vLLM sends functions by name.
+# Functions that run in vLLM's processes, which import this module: vLLM sends functions by name.
 
 
 def _gpu(worker: Any) -> str:
@@ -173,12 +171,12 @@ def _gpu(worker: Any) -> str:
 
 
 def name_of_device(device: torch.device) -> str:
-    """What tells a GPU from all others; '' for what is none."""
+    """Returns a GPU's unique id, or '' for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == 'cuda' else ''
 
 
-def _use(worker: Any, backend: str) -> None:
-    """Receive weights another way than the engine was started with, which was before anyone knew on which GPUs."""
+def _set_backend(worker: Any, backend: str) -> None:
+    """Changes the transfer backend after the start; which one is possible depends on the GPUs that vLLM got."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 

@@ -1,9 +1,8 @@
-"""What travels between a trainer and its rollout workers, in a form that is cheap to send: weights in flat buckets,
-prompts, samples.
+"""Compact messages between a trainer and its rollout workers: weights in flat buckets, requests, samples.
 
-Weights go as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` says what lies where.
-A bucket holds one dtype, a tensor larger than a bucket is cut, tied tensors go once. Nothing is converted, so bits
-arrive as they left.
+Weights are sent as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` describes their
+contents. A bucket has a single dtype, a tensor larger than a bucket is cut, and tied tensors are sent once, all without
+conversion.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
 BUCKET_BYTES = 64 << 20
 Around = Callable[[Any], Any]
-"""makes of a worker's engine the one that answers"""
+"""wraps a worker's engine"""
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a flattened tensor; the pieces of a bucket follow one another without gaps."""
+    """Elements [start, stop) of a flattened tensor. The pieces of a bucket are contiguous."""
 
     name: str
     start: int
@@ -41,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What the buckets of one version of the weights hold.
+    """The contents of the buckets of a version of the weights.
 
     >>> tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4)}
     >>> plan_buckets(tensors, version=1, handshake=handshake, bucket_bytes=32).buckets          # doctest: +SKIP
@@ -53,7 +52,7 @@ class Manifest:
     """{name: (shape, dtype)}"""
     buckets: tuple[tuple[Piece, ...], ...]
     handshake: Handshake
-    """what a worker checks them by before it generates with them"""
+    """with which a worker checks the weights"""
 
     @property
     def num_bytes(self) -> int:
@@ -61,12 +60,13 @@ class Manifest:
 
 
 def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a transformers model by name, without adapters: those must be folded in.
+    """Returns parameters and persistent buffers of a transformers model by name, without adapters, which must be
+    merged.
 
-    every_name: tied tensors under each of their names; else each tensor once.
+    every_name: includes tied tensors under each of their names, not only the first.
 
     Raises:
-        ValueError: weights that are not whole in memory, or whose adapters cannot be folded in.
+        ValueError: the weights are sharded or streamed, or adapters cannot be merged.
     """
     if any(getattr(module, 'is_streamed', False) for module in model.modules()):
         raise ValueError(
@@ -102,8 +102,8 @@ def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, T
 
 
 def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
-    """`policy_tensors` under the names and in the layout of a checkpoint, for programs that load one: the experts of a
-    mixture, which transformers stacks, apart; a tied tensor under each of its names (see `each_once`)."""
+    """Returns `policy_tensors` with the names and shapes of a checkpoint, for programs that load one: experts, which
+    transformers stacks, as separate tensors, and tied tensors under each of their names (see `unique_tensors`)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
@@ -113,8 +113,8 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
         return revert_weight_conversion(model, once) | revert_weight_conversion(model, further)
 
 
-def each_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the further names of tied tensors, which come behind the first."""
+def unique_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Removes all but the first name of tied tensors."""
     named: dict[Any, str] = {}
     for name, tensor in tensors.items():
         named.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
@@ -122,13 +122,13 @@ def each_once(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_policy(actor: Any, engine: str) -> None:
-    """An engine with a model of its own knows the model alone, so nothing but the model may decide the logits.
-    ValueError otherwise."""
+    """Raises ValueError for an actor that changes its model's logits, because an engine with its own model ignores
+    that, and for an encoder-decoder."""
     from chatgpt.nn import Actor
 
     check_causal(getattr(actor, 'model', None), f'{engine} decodes', "use engine='hf'")
     own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
-    if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
+    if getattr(actor, 'changes_logits', own):  # a class that overrides `trunk` or `head` may declare that it does not
         raise ValueError(
             f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this "
             'engine knows the model alone; use LocalEngine'
@@ -138,8 +138,8 @@ def check_policy(actor: Any, engine: str) -> None:
 def plan_buckets(
     tensors: Mapping[str, Tensor], *, version: int, handshake: Handshake, bucket_bytes: int = BUCKET_BYTES
 ) -> Manifest:
-    """Cut tensors into buckets of one dtype and at most `bucket_bytes` (at least one element). Empty tensors need no
-    bucket."""
+    """Divides tensors into buckets with a single dtype and at most `bucket_bytes`, but at least one element. Empty
+    tensors are in no bucket."""
     if bucket_bytes < 1:
         raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
     buckets: list[tuple[Piece, ...]] = []
@@ -164,8 +164,7 @@ def plan_buckets(
 
 @torch.no_grad()
 def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The buckets one after another: (bytes,) uint8 on the CPU. One buffer is used again and again, so copy what is to
-    stay."""
+    """Yields the buckets, (bytes,) uint8 on the CPU. They share one buffer, so each must be copied to be kept."""
     buffer = torch.empty(0, dtype=torch.uint8)
     for pieces in manifest.buckets:
         dtype = manifest.tensors[pieces[0].name][1]
@@ -183,14 +182,14 @@ def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[
 
 @torch.no_grad()
 def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Module) -> None:
-    """Write buckets into a model's own tensors, in place; dtypes follow the manifest.
+    """Writes buckets into a model's tensors in place, with the manifest's dtypes.
 
     Args:
-        buckets: one (bytes,) uint8 CPU tensor for each of `manifest.buckets`, in this order; each is let go before the
-            next is asked for.
+        buckets: (bytes,) uint8 CPU tensors in the order of `manifest.buckets`; each is released before the next one is
+            fetched.
 
     Raises:
-        ValueError: names or shapes that are not the model's.
+        ValueError: names or shapes differ from the model's.
     """
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     named |= dict(model.named_buffers(remove_duplicate=False))
@@ -209,12 +208,7 @@ def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Modul
 
 @torch.no_grad()
 def whole_tensors(manifest: Manifest, buckets: Iterable[Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a manifest by name, bucket after bucket: those that are whole with each. Copies, in the manifest's
-    shapes and dtypes.
-
-    Args:
-        buckets: as for `apply_buckets`.
-    """
+    """Yields after each bucket copies of the tensors that it completes, by name. `buckets` is as in `apply_buckets`."""
     begun: dict[str, Tensor] = {}
     for pieces, bucket in zip(manifest.buckets, buckets, strict=True):
         flat, at, whole = bucket.view(manifest.tensors[pieces[0].name][1]), 0, {}
@@ -246,8 +240,8 @@ def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tenso
 
 
 def merged(model: nn.Module) -> Any:
-    """A context in which adapters are folded into the weights; nothing without adapters, or in a copy that has them
-    folded in, whose own are switched off and zero."""
+    """Context in which adapters are merged into the weights. Does nothing without adapters, or in a copy with adapters
+    already merged, in which they are off and zero."""
     if all(not layer.adapter_on and not layer.lora_B.any() for layer in lora.lora_layers(model).values()):
         return nullcontext()
     return lora.merged(model)
@@ -258,7 +252,7 @@ def merged(model: nn.Module) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """How a worker builds its model: everything but the weights. The class must be importable where the worker runs."""
+    """The architecture of a worker's model. The class must be importable in the worker."""
 
     model_class: type[Any]
     config: Any
@@ -266,23 +260,23 @@ class ModelSpec:
 
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
-        """The spec of a transformers model."""
+        """Makes the spec of a transformers model."""
         attention = getattr(model.config, '_attn_implementation', None)
         return cls(model_class=type(model), config=copy.deepcopy(model.config), attn_implementation=attention)
 
     def build(self) -> Any:
-        """A model in fp32 and eval mode whose weights are yet to come; what lies in them is arbitrary."""
+        """Builds the model in fp32 and eval mode, with uninitialised weights."""
         from transformers.initialization import no_init_weights
 
         with no_init_weights():
             model = self.model_class._from_config(
                 copy.deepcopy(self.config), dtype=torch.float32, attn_implementation=self.attn_implementation
             )
-        model.tie_weights()  # which is left out with the numbers
+        model.tie_weights()  # skipped by no_init_weights
         return model.eval().requires_grad_(False)
 
     def same_as(self, other: ModelSpec) -> bool:
-        """Whether the weights of one model fit the other."""
+        """Returns True if the weights of one model fit the other."""
         return (
             self.model_class is other.model_class
             and self.attn_implementation == other.attn_implementation
@@ -291,7 +285,7 @@ class ModelSpec:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """A config without what says where a model came from."""
+    """Returns the settings of a config except those that describe the model's origin."""
     origin = ('dtype', 'architectures', 'transformers_version', '_name_or_path')
     return {name: value for name, value in config.to_dict().items() if name not in origin}
 
@@ -301,15 +295,13 @@ def _settings(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One `generate` call of a worker with all it needs, so that any worker can take it at any time.
-
-    `buckets` are what `RolloutWorkers.put` returned, one for each of `manifest.buckets`.
-    """
+    """A self-contained `generate` call, which any worker can process at any time."""
 
     manifest: Manifest
     buckets: SequenceOf[Any]
+    """handles of `RolloutWorkers.put`, in the order of `manifest.buckets`"""
     call: Call
-    """its prompts for an environment, whole; else without them"""
+    """without its prompts, except for an environment, which needs their columns"""
     prompt_ids: SequenceOf[np.ndarray] = ()
 
     @classmethod
@@ -320,8 +312,8 @@ class Request:
         ids = [p.ids.cpu().numpy() for p in call.prompts]
         return cls(manifest=manifest, buckets=buckets, call=replace(call, prompts=()), prompt_ids=ids)
 
-    def opened(self) -> Call:
-        """What the worker's engine is asked."""
+    def unpacked(self) -> Call:
+        """Returns the call with its prompts."""
         if self.call.prompts:
             return self.call
         return replace(self.call, prompts=[Prompt(ids=torch.tensor(ids)) for ids in self.prompt_ids])
@@ -329,31 +321,30 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSamples:
-    """Samples of one request with their tokens behind one another: a handful of arrays instead of several per
-    sample."""
+    """The samples of a request, concatenated into a few arrays."""
 
     version: int
-    """of the weights that drew them"""
+    """version of the weights that generated them"""
     lengths: np.ndarray
-    """(n,) int64, response tokens of each sample; N is their sum"""
+    """(n,) int64, number of response tokens of each sample; N is their sum"""
     ids: np.ndarray
     """(N,) int64"""
     logprobs: np.ndarray
-    """(N,) fp32, and so the next two"""
+    """(N,) fp32, as the next two"""
     filtered_logprobs: np.ndarray
     edge_distances: np.ndarray
     reasons: list[FinishReason] = field(default_factory=list)
     """(n,)"""
     masks: np.ndarray | None = None
-    """(N,) bool, which tokens count; None: all"""
+    """(N,) bool, `Sample.response_mask`; None means all True"""
     episodes: list[PackedEpisode] | None = None
-    """(n,) of an environment; None: the prompts are those that were asked for"""
+    """(n,), with an environment; None otherwise"""
     difference: float | None = None
-    """of log-probs, that the worker's check of its weights found; None: it has not checked them"""
+    """largest difference of a log-prob in the worker's check of its weights; None if it has not checked them"""
 
 
 class PackedEpisode(NamedTuple):
-    """What of a sample its environment made."""
+    """The fields of a sample that come from its environment."""
 
     prompt_ids: list[int]
     prompt_text: str
@@ -363,7 +354,7 @@ class PackedEpisode(NamedTuple):
 
 
 def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | None = None) -> PackedSamples:
-    """Whole responses of an engine, or whole episodes."""
+    """Packs complete responses or episodes."""
 
     def joined(name: str) -> np.ndarray:
         return torch.cat([getattr(s, name) for s in samples]).numpy()
@@ -394,7 +385,7 @@ def unpack_samples(
     groups: SequenceOf[int],
     temperature: float,
 ) -> list[Sample]:
-    """The samples again, each with tensors of its own."""
+    """Restores the samples, with separate tensors for each."""
     samples, start = [], 0
     for i, length in enumerate(packed.lengths.tolist()):
         where = slice(start, start + length)

@@ -1,7 +1,7 @@
-"""A rollout worker: it answers requests one after another with weights that it is sent. Plain Python, without Ray.
+"""Rollout workers, which answer requests in order with the weights that they are sent. Independent of Ray.
 
-`RolloutWorker` has a model of its own, filled from buckets, and a local engine; `chatgpt.rollout.vllm_worker` has vLLM,
-and makes the worker that a spec is of.
+`RolloutWorker` fills its model from buckets and generates with a local engine; see `chatgpt.rollout.vllm_worker` for
+vLLM and for `make_worker`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
 
 Fetch = Callable[[Any], Tensor]
-"""from what `RolloutWorkers.put` returned to the (bytes,) uint8 bucket; it may be read-only"""
+"""returns the (bytes,) uint8 bucket, possibly read-only, for a handle of `RolloutWorkers.put`"""
 
 
-def as_it_is(bucket: Any) -> Tensor:
+def identity(bucket: Any) -> Tensor:
     return bucket
 
 
@@ -29,32 +29,31 @@ class Worker(ABC):
     """Base of workers.
 
     Args:
-        own: the engine that draws.
-        around: makes of that engine the one that answers; it is given prompts with their columns.
+        own: the engine that samples.
+        around: wraps this engine and receives whole prompts with columns.
     """
 
     def __init__(self, own: Any, fetch: Fetch, around: Around | None) -> None:
         self.fetch = fetch
         self.engine: Any = own if around is None else around(own)
         self.version: int | None = None
-        """of the weights in the model; None where they are not whole"""
+        """version of the loaded weights; None if there are none or loading failed"""
         self.difference: float | None = None
-        """of log-probs, that the check of these weights found"""
+        """largest difference of a log-prob in the check of these weights"""
 
     @abstractmethod
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        """Fetch and apply a version of the weights, and check them. After a failure there are none."""
+        """Fetches, loads and checks a version of the weights. After a failure the worker has no weights."""
 
     def generate(self, request: Request) -> PackedSamples:
-        """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are
-        fetched.
+        """Generates the samples of a request, with the request's version of the weights, fetched if necessary.
 
-        Raises what its engine raises, ValueError for weights that do not fit the model, and RuntimeError where its
-        log-probs are not the actor's.
+        Raises the engine's errors, ValueError for weights that do not fit the model, and RuntimeError if log-probs
+        differ from the actor's.
         """
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
-        samples = self.engine.generate(request.opened())
+        samples = self.engine.generate(request.unpacked())
         return pack_samples(samples, request.manifest.version, self.difference)
 
 
@@ -62,9 +61,9 @@ class RolloutWorker(Worker):
     """Generates with a `LocalEngine`.
 
     Args:
-        spec: the model to build; its weights come with the requests.
-        engine_options: keywords of `LocalEngine`.
-        device: where to compute; None takes a CUDA device when there is one.
+        spec: architecture of the model; the weights come with requests.
+        engine_options: keyword arguments of `LocalEngine`.
+        device: None uses CUDA if available.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class RolloutWorker(Worker):
         spec: ModelSpec,
         engine_options: Mapping[str, Any] | None = None,
         *,
-        fetch: Fetch = as_it_is,
+        fetch: Fetch = identity,
         device: str | torch.device | None = None,
         around: Around | None = None,
     ) -> None:
@@ -90,7 +89,7 @@ class RolloutWorker(Worker):
             self._model = self.spec.build().to(self.device)
         apply_buckets(manifest, map(self.fetch, buckets), self._model)
         if self._actor is None:
-            # only now: an actor looks at its model's outputs, which are arbitrary without weights
+            # not earlier: an actor checks its model's outputs, which are arbitrary without weights
             self._actor = Actor(self._model)
         own = Handshake.of(self._actor, type(self).__name__)
         self.difference = manifest.handshake.check(own.best(), own.dtype)

@@ -67,8 +67,8 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
         mine = local.generate(Call.of(prompts(), GREEDY, seed=5, indices=range(5)))
         assert [s.response_ids.tolist() for s in samples] == [s.response_ids.tolist() for s in mine]
         # a tensor that a worker holds another of is noticed there, and told here
-        wanted = engine._wanted
-        engine._wanted = lambda given: {**wanted(given), 'lm_head.weight': torch.rand(64, 64)}  # type: ignore[method-assign]
+        wanted = engine._select_tensors
+        engine._select_tensors = lambda given: {**wanted(given), 'lm_head.weight': torch.rand(64, 64)}  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match='VLLMRemoteEngine: .* nats, where float32 explains 0.02'):
             drawn(GREEDY)
 

@@ -14,7 +14,7 @@ from in_process_workers import InProcessWorkers
 from chatgpt.nn import Actor
 from chatgpt.rollout import Abilities, Call, CheckedEngine, LocalEngine, RemoteEngine, RolloutEngine, SamplingParams
 from chatgpt.rollout.handshake import Handshake
-from chatgpt.rollout.wire import ModelSpec, each_once
+from chatgpt.rollout.wire import ModelSpec, unique_tensors
 from chatgpt.rollout.worker import RolloutWorker
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
@@ -47,7 +47,7 @@ class CopyEngine(CheckedEngine):
 
     def transfer(self, model: Any, tensors: Any) -> None:
         self.model = ModelSpec.of(model).build()
-        self.model.load_state_dict(self.received(each_once(tensors)), strict=False)
+        self.model.load_state_dict(self.received(unique_tensors(tensors)), strict=False)
 
     def received(self, tensors: dict[str, Any]) -> dict[str, Any]:
         return tensors
@@ -66,7 +66,7 @@ class Remote(RemoteEngine):
     def received(self, tensors: dict[str, Any]) -> dict[str, Any]:
         return tensors
 
-    def _wanted(self, tensors: Any) -> Any:
+    def _select_tensors(self, tensors: Any) -> Any:
         return self.received(dict(tensors))
 
 

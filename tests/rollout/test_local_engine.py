@@ -149,7 +149,7 @@ def test_a_prefix_that_all_prompts_share_is_computed_once(family, settings, monk
     prefills = [shape for shape in widths if shape[1] > 1]
     assert prefills.count((1, 17)) == 1 and max(width for _, width in prefills) == 17
     # 16 tokens at least, two different prompts at least
-    monkeypatch.setattr(local_run, '_LEAST_PREFIX', 18)
+    monkeypatch.setattr(local_run, '_MIN_SHARED_PREFIX', 18)
     for few in (prompts, prompts[:1]):
         widths.clear()
         actor.trunk = trunk

@@ -227,7 +227,7 @@ def test_a_replacement_that_dies_as_it_starts_is_replaced_too(deaths):
                 pool.kill(worker)
                 raise WorkerDied('as it started')
 
-        engine._welcome = welcome
+        engine._prepare_worker = welcome
         with pytest.warns(UserWarning, match='died'):
             if deaths == 1:
                 assert_same(drawn(engine, actor, prompts()), local(actor, prompts()))

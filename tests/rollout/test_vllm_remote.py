@@ -56,7 +56,7 @@ def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
 
 def methods(engine: VLLMRemoteEngine, of: int) -> list[str]:
     """What a worker was asked, apart from what is asked of it once."""
-    return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'turn', 'has_head')]
+    return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'barrier', 'has_head')]
 
 
 def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
@@ -99,7 +99,7 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
         new = submitted(engine, model)
         (link,) = engine._sending
         events.append(('asked', link.thread.is_alive()))
-        assert not link.turn.is_set()  # nothing occupies the trainer's device until the worker receives
+        assert not link.ready.is_set()  # nothing occupies the trainer's device until the worker receives
         changed(model, seed=7)  # a learn step, in place
         events.append(('learned', link.thread.is_alive()))
         gate.touch()

@@ -1,5 +1,4 @@
-"""Generating in this process with a slot cache of our own: the engine, the cache, steps of fixed shape, packed weights
-on CPU."""
+"""Generation in this process: the local engine, its slot cache, steps of fixed shape, and packed weights on a CPU."""
 
 from typing import TYPE_CHECKING
 

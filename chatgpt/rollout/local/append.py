@@ -1,9 +1,9 @@
-"""Further tokens for rows of a slot cache: the answers of an environment, or prompts after a prefix that they share.
+"""Appends tokens to rows of a slot cache: observations of an environment, or prompts after a shared prefix.
 
-They are stored in one forward with a mask per token. Models that take an additive (n, 1, C, K) mask run all rows
-together, padded on the right. Others, which derive positions or causality from a mask of slots, run one row at a time
-without padding. Where neither gives the states of a plain forward, sequences are computed from their first token again.
-`find_append_form` tries the forms on a few tokens.
+The tokens are computed in one forward with a mask per token. Models that take an additive (n, 1, C, K) mask run all
+rows together, padded on the right. Others, which derive positions or causality from a mask of slots, run one row at a
+time without padding. If neither agrees with a plain forward, sequences are recomputed from their first token.
+`find_append_form` tests the forms on a few tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chatgpt.rollout.local.slot_cache import PROMPT_LENGTHS, SlotCache, disagree
 
 AppendForm = Literal['together', 'apart', 'again']
 
-_COUNTS = (2, 1, 2)  # tokens that the check appends to each of its sequences; one more is decoded behind them
+_COUNTS = (2, 1, 2)  # tokens that the check appends to each of its sequences, before it decodes one more
 
 
 def append(
@@ -32,10 +32,8 @@ def append(
     stored: list[int],
     new: Sequence[list[int]],
 ) -> Tensor:
-    """Store the tokens `new[i]`, at least one, behind the `stored[i]` tokens of cache row `first + i`.
-
-    Returns the hidden states of the last of each, (n, D).
-    """
+    """Appends the tokens `new[i]`, at least one, to the `stored[i]` tokens of cache row `first + i`. Returns the hidden
+    states of the last ones, (n, D)."""
     if form == 'apart' and len(new) > 1:
         rows = zip(stored, new, strict=True)
         return torch.cat(
@@ -46,7 +44,7 @@ def append(
     longest, width = max(counts), max(s + c for s, c in zip(stored, counts, strict=True))
     input_ids = torch.tensor([ids + ids[:1] * (longest - len(ids)) for ids in new], device=device)
     start, count = torch.tensor([stored, counts], device=device)
-    # padding stands at its row's last position, so that no position is beyond what the model knows
+    # padding has its row's last position, so that no position exceeds the model's limit
     positions = start[:, None] + torch.minimum(torch.arange(longest, device=device), count[:, None] - 1)
     cache.append(first, stored, counts, device)
     mask: Tensor | None
@@ -60,7 +58,7 @@ def append(
 
 
 def find_append_form(actor: Any, mask_form: MaskForm) -> AppendForm:
-    """The cheapest form under which appended tokens have the states of a plain forward."""
+    """Returns the cheapest form for which the states of appended tokens agree with a plain forward."""
     sequences, plain, tolerance = plain_example(actor)
     wanted = [p[[0, c, c + 1]] for p, c in zip(plain, _COUNTS, strict=True)]
     forms: tuple[AppendForm, ...] = ('together', 'apart') if mask_form == 'additive' else ('apart',)
@@ -71,7 +69,7 @@ def find_append_form(actor: Any, mask_form: MaskForm) -> AppendForm:
 
 
 def _appended_states(actor: Any, sequences: list[Tensor], form: AppendForm, mask_form: MaskForm) -> list[Tensor]:
-    """Hidden states of each sequence's last prompt token, last appended token, and a token decoded behind it."""
+    """Returns the hidden states of each sequence's last prompt token, last appended token and next decoded token."""
     cache, states = prefilled_example(actor, sequences)
     new = [s[p : p + c].tolist() for s, p, c in zip(sequences, PROMPT_LENGTHS, _COUNTS, strict=True)]
     appended = append(actor, cache, form, mask_form, 0, list(PROMPT_LENGTHS), new)

@@ -1,12 +1,12 @@
-"""Attention of one new token per row over the slots of a cache, in the form that costs least where it runs.
+"""Attention of one new token per row over the slots of a cache, in the fastest available form.
 
-- `plain`: transformers' own, with a mask of the valid slots; it may repeat keys and values for every query head.
-- `grouped`: the same mask, and the query heads of a group as further queries of their one key head.
-- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, which reads the slots
-  of a row that count and no others. A row of the cache is one page, so its width is a multiple of 256.
+- `plain`: transformers' own, with a mask of valid slots; it may repeat keys and values for every query head.
+- `grouped`: with the same mask; the query heads of a group are queries of a single key head.
+- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, which reads only the
+  valid slots of a row. A row of the cache is one page, so its width is a multiple of 256.
 
-The two latter are handed to `chatgpt.nn.packing`'s attention, and `find_attention` compares decoded states with those
-of a plain forward.
+The latter two are passed to the attention of `chatgpt.nn.packing`; `find_attention` compares decoded states with a
+plain forward.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ AttentionForm = Literal['plain', 'grouped', 'varlen']
 FORMS: tuple[AttentionForm, ...] = get_args(AttentionForm)
 
 PAGE = 256
-"""slots of a page are a multiple of this, says FlashAttention"""
+"""FlashAttention requires a multiple of this as the number of slots of a page"""
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """query (n, H, 1, d), key and value (n, H_kv, K, d), additive mask (n, 1, 1, K) → (n, 1, H, d)."""
+    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and an additive mask (n, 1, 1, K) to (n, 1, H, d)."""
     n, heads, _, width = query.shape
     groups = query.reshape(n, key.shape[1], heads // key.shape[1], width)
     out = scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scaling)
@@ -39,14 +39,14 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 class PagedAttention:
-    """Row i's first `counts[i]` slots, (n,) int32, in pages of as many slots as attention is given."""
+    """FlashAttention over the first `counts[i]` slots of row i, with each row as a page. counts: (n,) int32."""
 
     def __init__(self, counts: Tensor) -> None:
         rows = torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device)
         self.counts, self.rows = counts, rows
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-        """As `grouped_attention`, without the mask."""
+        """Takes the arguments of `grouped_attention` and ignores the mask."""
         attend, slots = paged_varlen(), key.shape[2]
         assert attend is not None
         out = attend(
@@ -67,7 +67,7 @@ class PagedAttention:
 
 @cache
 def paged_varlen() -> Callable[..., Any] | None:
-    """torch's FlashAttention for variable lengths where it has pages (torch 2.11 on), else None."""
+    """Returns torch's FlashAttention for variable lengths if it supports pages (torch 2.11 on), else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -77,21 +77,21 @@ def paged_varlen() -> Callable[..., Any] | None:
 
 
 def step_keywords(form: AttentionForm, mask: Callable[[], Tensor], lengths: Tensor) -> dict[str, Any]:
-    """What a decode step gives the model for its attention.
+    """Returns the keyword arguments of a decode step's forward for this attention.
 
-    mask: makes that of the valid slots. lengths: (n,) int64, tokens stored before the new one.
+    mask: makes the mask of valid slots. lengths: (n,) int64, number of tokens stored before the new one.
     """
     if form == 'plain':
         return {'attention_mask': mask()}
     if form == 'grouped':
         return {'attention_mask': mask(), 'attend': grouped_attention}
-    # a mask of four dimensions is handed on as it is, and nobody reads it
+    # transformers passes on a mask of four dimensions unchanged, and this attention ignores it
     unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
     return {'attention_mask': unread, 'attend': PagedAttention((lengths + 1).int())}
 
 
 def why_not(form: AttentionForm, actor: Any) -> str:
-    """Why this form cannot run for a model on its device; '' where it can, as far as can be told without trying."""
+    """Returns why this form is not supported for a model on its device, or ''. Does not run it."""
     if form == 'plain':
         return ''
     if not packs(base_model(actor.model)):
@@ -110,13 +110,11 @@ def why_not(form: AttentionForm, actor: Any) -> str:
 def find_attention(
     wanted: str, actor: Any, *, calls_compiled: bool, disagrees: Callable[[AttentionForm], str]
 ) -> AttentionForm:
-    """The form that decode steps take. wanted: one of `FORMS`, or 'auto': on CUDA the last of them that can be had; on
-    a CPU the plain one, whose numbers stay, unless steps are compiled.
+    """Returns the form of attention for decode steps. Raises ValueError if the wanted form is not supported.
 
-    disagrees: tries a form; says why its states are not those of a plain forward, or ''.
-
-    Raises:
-        ValueError: a form that was named cannot be had.
+    Args:
+        wanted: one of `FORMS`, or 'auto': the last supported one on CUDA or if steps are compiled, else the plain one.
+        disagrees: tries a form and returns why its states differ from a plain forward, or ''.
     """
     if wanted == 'auto':
         if next(actor.parameters()).is_cuda or calls_compiled:

@@ -1,9 +1,9 @@
-"""Faster decoding on CPU: the same modules, with their weights packed for oneDNN.
+"""Faster decoding on a CPU, with weights packed for oneDNN.
 
 A decode step multiplies a few rows by every weight matrix, and a plain call rearranges the matrix each time. The
-weights stand still while responses are generated, so they are packed once. Only exact `nn.Linear` and `Conv1D` (also
-with a merged LoRA adapter) modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
-results differ from the plain modules' by rounding.
+weights do not change while responses are generated, so they are packed once. Only `nn.Linear` and `Conv1D` (also with a
+merged LoRA adapter), no subclasses, in fp32 on CPU are replaced, inside the context and without autograd. Results
+differ from the plain modules' by rounding.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.lora import LoRAConv1D, LoRALinear
 
-# a packed copy is as large as the weights, so a large model keeps to the plain ones
+# a packed copy is as large as the weights, so larger models are not packed
 MAX_PACKED_BYTES = 2 << 30
 
 LEAST_PACKED = 1 << 17
-"""numbers of an `nn.Linear`'s weight from which on it is packed: a packed product costs ten microseconds more to begin,
-which narrow ones do not win back; `Conv1D`, whose plain product is slower, does"""
+"""smallest number of elements of a packed `nn.Linear`: a packed product has an overhead of ten microseconds, too much
+for small matrices; `Conv1D` is always packed, because its plain product is slower"""
 
 
 def _pack(module: Any) -> Tensor:
-    """The module's weight in the layout oneDNN wants. nn.Linear keeps (out, in), Conv1D (in, out)."""
+    """Returns the module's weight in oneDNN's layout. nn.Linear stores (out, in), Conv1D (in, out)."""
     weight = module.weight.detach()
     weight = weight if isinstance(module, nn.Linear) else weight.t().contiguous()
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -44,18 +44,18 @@ def _packed_forward(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether the module computes x W + b with the weight as it is."""
+    """Returns True if the module computes x W + b with the stored weight."""
     return module.merged if isinstance(module, (LoRALinear, LoRAConv1D)) else True
 
 
 def _stamp(module: Any) -> tuple[Any, ...]:
-    """Changes when a parameter is written or replaced, or an adapter merged or not."""
+    """Returns a key that changes when a parameter is modified or replaced, or an adapter is merged or unmerged."""
     bias = (0, 0) if module.bias is None else (module.bias.data_ptr(), module.bias._version)
     return (_is_plain(module), module.weight.data_ptr(), module.weight._version, *bias)
 
 
 class PackedModules:
-    """The replaceable modules of one model, packed when first used and again when their weights have changed."""
+    """The replaceable modules of a model, packed at the first use and again when their weights have changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = []
@@ -68,17 +68,17 @@ class PackedModules:
         ):
             return
         size = 0
-        if any(getattr(module, 'is_streamed', False) for module in model.modules()):  # its weights come and go
+        if any(getattr(module, 'is_streamed', False) for module in model.modules()):  # weights are not kept in memory
             return
         for module in model.modules():
-            if 'forward' in vars(module):  # already wrapped by somebody else
+            if 'forward' in vars(module):  # already wrapped
                 continue
             weight: Any = getattr(module, 'weight', None)
             if type(module) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D):
                 continue
             if isinstance(module, nn.Linear) and weight.numel() < LEAST_PACKED:
                 continue
-            # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
+            # tensors created in inference mode have no version counter, so changes would go unnoticed
             if type(weight) is nn.Parameter and not weight.is_inference():
                 self.modules.append(module)
                 size += weight.numel() * 4
@@ -86,7 +86,7 @@ class PackedModules:
             self.modules = []
 
     def _works(self) -> bool:
-        """The oneDNN operators are torch's own internals: absent or different ones mean plain modules."""
+        """Returns True if torch's internal oneDNN operators exist and compute the expected result."""
         try:
             linear = nn.Linear(3, 5)
             x = torch.arange(6.0).view(2, 3)
@@ -98,14 +98,15 @@ class PackedModules:
     def _refresh(self) -> None:
         stamps = [_stamp(m) for m in self.modules]
         if stamps != self._stamps:
-            # packed outside of inference mode: the copies outlive it
+            # not in inference mode, because the copies are used after it ends
             with torch.inference_mode(False), torch.no_grad():
                 self._forwards = [_packed_forward(_pack(m), m.bias) if _is_plain(m) else None for m in self.modules]
             self._stamps = stamps
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the modules run packed. Needs grad mode off; not for use while another thread runs the same model."""
+        """Context in which the modules use packed weights. Requires grad mode off, and no other thread may run the same
+        model."""
         self._refresh()
         replaced: list[Any] = []
         try:

@@ -1,12 +1,12 @@
-"""The local engine: prefill and decode with a slot cache in this process, on the policy's own modules.
+"""The local engine: prefill and decode with a slot cache in this process, with the policy's own modules.
 
-It holds what lives for a collect phase: the actor, the cache and the steps of fixed shape. One call is a `LocalRun`
-(`chatgpt.rollout.local.run`), or a `Conversation` of several turns (`chatgpt.rollout.local.conversation`).
+The engine holds the state of a collect phase: the actor, the cache and the steps of fixed shape. A call is a `LocalRun`
+(`chatgpt.rollout.local.run`), or a `Conversation` with several turns (`chatgpt.rollout.local.conversation`).
 
-On a GPU cache and steps are kept for the next phase where as much as they take, and a twentieth of the GPU, is free
-when learning is over; so nothing is kept from the first phase. A captured graph reads weights where they lie, so steps
-are used again only for the very actor whose tensors are where they were. Beam search, penalties, and models that decode
-from more than keys and values go through `chatgpt.rollout.hf`.
+On a GPU, cache and steps are kept for the next phase if their size and a twentieth of the GPU's memory are free after
+learning, so nothing is kept from the first phase. A captured graph reads weights at fixed addresses, so steps are
+reused only for the same actor with its tensors at the same addresses. For beam search, penalties, and models with other
+states than keys and values, see `chatgpt.rollout.hf`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 CACHE_SHARE = 0.6
-"""of a GPU's free memory that the cache may take: activations of a prefill, logits and graphs need the rest"""
+"""fraction of a GPU's free memory for the cache; activations of a prefill, logits and graphs need the rest"""
 SPARE_SHARE = 0.05
-"""of a GPU's memory that must be free after learning, beside what is kept for the next phase"""
+"""fraction of a GPU's memory that must be free after learning in addition to what is kept for the next phase"""
 
 
 def check_local(config: Any, call: Call) -> list[int]:
-    """What a `LocalEngine` checks before any work, with the text model's config. Returns the most new tokens of each
-    prompt."""
+    """Checks a call of a `LocalEngine` against the text model's config, and returns the maximum number of new tokens
+    per prompt."""
     if call.sampling.extra:
         names = ', '.join(f'{k}={v!r}' for k, v in call.sampling.extra.items())
         raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
@@ -63,12 +63,15 @@ def check_local(config: Any, call: Call) -> list[int]:
 class LocalEngine(CheckedEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
-    max_batch_size: most sequences decoded at once; further prompts wait. On a GPU fewer, if the cache of so many would
-    take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill forward. refill_fraction:
-    waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed shapes, on CUDA as captured
-    graphs; 'auto' does so on CUDA; 'compiled' by torch.compile, which on CUDA is captured. attention: of decode steps,
-    one of `FORMS` of `chatgpt.rollout.local.attention`; 'auto' is the plain one on a CPU. keep: cache and steps from
-    one phase to the next; 'auto' where a GPU has memory left for them.
+    Args:
+        max_batch_size: maximum number of sequences decoded at once; on a GPU fewer, if their cache would take more than
+            60 % of the free memory.
+        max_prefill_tokens: maximum number of tokens of a prefill forward, with padding.
+        refill_fraction: waiting prompts enter when this fraction of the rows is free.
+        fixed_steps: decode in fixed shapes, on CUDA as captured graphs; 'auto' on CUDA only; 'compiled' with
+            torch.compile.
+        attention: of decode steps, one of `FORMS` in `chatgpt.rollout.local.attention`; 'auto' is the plain one on CPU.
+        keep: keep cache and steps for the next phase; 'auto' if a GPU has memory left for them.
     """
 
     abilities = Abilities(copies_weights=False, reproducible=True, runs_actor=True, plays_turns=True)
@@ -99,31 +102,31 @@ class LocalEngine(CheckedEngine):
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
         self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep
         self.keeping = False
-        """whether cache and steps of this phase are kept for the next"""
+        """True if cache and steps of this phase are kept for the next"""
         self.attention_form: AttentionForm = 'plain'
-        """of the policy that it has"""
+        """for the current policy"""
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._append_form: AppendForm | None = None
-        self._beyond_windows: str | None = None
-        """why sequences longer than the attention window cannot be had, '' where they can; None: not tried"""
+        self._window_error: str | None = None
+        """why decoding beyond the attention window is wrong, '' if it is correct, None if not checked yet"""
         self._checked: Any = None
         self._fixed: FixedSteps | None = None
         self._kept_for: tuple[Any, Any] | None = None
-        """the actor that the steps were made for, and what of it must be the same when they are used again"""
-        self._held_bytes: int | None = None  # that the latest phase held at its end; None before
-        self._steps_agree = True  # False for a model whose decode over more slots than tokens is not its plain forward
-        self._can_capture = True  # False once a model of the kind `_checked` could not be captured
+        """the actor that the steps were made for, and its properties that must be unchanged for their reuse"""
+        self._held_bytes: int | None = None  # memory held at the end of the latest phase
+        self._steps_agree = True  # False if decoding over more slots than tokens differs from the plain forward
+        self._can_capture = True  # False if the capture of a model of the kind `_checked` has failed
 
     def hold(self, actor: Actor) -> None:
-        """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
+        """Keeps the actor, with dropout off. A new model's cached decode is first compared with its plain forward.
 
-        Raises ValueError where they disagree, and for an encoder-decoder.
+        Raises ValueError if they disagree, and for an encoder-decoder.
         """
         check_causal(actor.model, 'LocalEngine decodes', "use engine='hf'")
         super().hold(actor)
-        # a 16-bit policy is a new copy in every phase: what matters is the architecture
+        # compares architectures, because a 16-bit policy is a new copy in every phase
         model, parameter = actor.model, next(actor.parameters())
         settings = model.config._attn_implementation, str(model.config.to_dict())
         kind = type(model), parameter.dtype, parameter.device, *settings
@@ -134,9 +137,9 @@ class LocalEngine(CheckedEngine):
             except Exception:
                 self.end()
                 raise
-            self._checked, self._can_capture, self._append_form, self._beyond_windows = kind, True, None, None
+            self._checked, self._can_capture, self._append_form, self._window_error = kind, True, None, None
         self._keep_steps_of(actor)
-        self.keeping = bool(self._agreed(self._may_keep(parameter.device)))
+        self.keeping = bool(self._min_over_processes(self._may_keep(parameter.device)))
 
     def _find_forms(self, actor: Actor) -> None:
         with torch.inference_mode():
@@ -159,12 +162,12 @@ class LocalEngine(CheckedEngine):
             )
 
     def wants_fixed(self, device: torch.device) -> bool:
-        """Whether steps of fixed shape are asked for, and the model decodes right in them."""
+        """Returns True if steps of fixed shape are enabled and the model decodes correctly in them."""
         wanted = device.type == 'cuda' if self.fixed_steps == 'auto' else bool(self.fixed_steps)
         return wanted and self._steps_agree
 
     def _keep_steps_of(self, actor: Actor) -> None:
-        """Steps that were kept go on with this actor, if it is the one that they were made for."""
+        """Drops kept steps unless they were made for this actor."""
         kept, self._kept_for = self._kept_for, None
         if kept is None or kept[0]() is not actor or kept[1] != (addresses(actor), plain_settings(actor)):
             self._fixed = None
@@ -179,15 +182,14 @@ class LocalEngine(CheckedEngine):
         return free + held >= self._held_bytes + SPARE_SHARE * total
 
     def _bytes_held(self) -> int:
-        """Of cache and graphs, and of an actor that is a copy for generating."""
+        """Returns the memory of cache and graphs, and of the actor if it is a copy for generation."""
         parameters = list(self._actor.parameters())
         copied = 0 if any(p.requires_grad for p in parameters) else sum(p.nbytes for p in parameters)
         return copied + (self._cache.nbytes if self._cache else 0) + (self._fixed.graph_bytes if self._fixed else 0)
 
     def check(self, config: Any, call: Call) -> list[int]:
-        """As `check_local`; the first time that sequences are longer than the model's attention window, its decode
-        beyond it is compared with its plain forward. Raises ValueError where they disagree, and for sequences beyond
-        `row_limit`."""
+        """See `check_local`. The first time that sequences exceed the model's attention window, decoding beyond it is
+        compared with the plain forward. Raises ValueError if they disagree, and for sequences beyond `row_limit`."""
         limits = check_local(config, call)
         longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
         most = row_limit(config)
@@ -199,54 +201,49 @@ class LocalEngine(CheckedEngine):
             )
         windows = self.windows_beyond(longest)
         if windows is not None:
-            if self._beyond_windows is None:
+            if self._window_error is None:
                 fixed = self.wants_fixed(next(self._actor.parameters()).device)
                 with torch.inference_mode():
-                    self._beyond_windows = windows_disagree(self._actor, windows, fixed=fixed)
-            if self._beyond_windows:
+                    self._window_error = windows_disagree(self._actor, windows, fixed=fixed)
+            if self._window_error:
                 raise ValueError(
                     f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of "
-                    f'{windows.sizes[0]}, beyond which its decode does not agree ({self._beyond_windows}); use '
+                    f'{windows.sizes[0]}, beyond which its decode does not agree ({self._window_error}); use '
                     "engine='hf'"
                 )
         return limits
 
     def windows_beyond(self, length: int) -> Windows | None:
-        """The model's attention windows, where sequences of `length` tokens are longer than one of them."""
+        """Returns the model's attention windows if sequences of `length` tokens exceed one of them, else None."""
         windows = windows_of(text_config(self._actor.model.config))
         return windows if windows is not None and length > windows.sizes[0] else None
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
-        """Raises FloatingPointError, naming sample and position, for non-finite logits."""
-        with self._cache_at_risk():
+        """Generates a call. Raises FloatingPointError for logits that are not finite, with sample and position."""
+        with self._discard_cache_on_error():
             with self._computing():
                 run = LocalRun(self, call, limits)
                 run.loop()
-            # outside of inference mode, so that the samples are ordinary tensors that autograd may save
+            # outside of inference mode, so that autograd may save the samples' tensors
             return run.samples()
 
     def converse(self, call: Call, turns: Turns) -> None:
-        """See `RolloutEngine.converse`. Which sequences are computed together follows from token counts and order. Up
-        to twice `max_batch_size` sequences are in the cache, of which at most `max_batch_size` are decoded
-        at once; one whose turn has ended stands at the end of the queue, and is waited for when `refill_fraction` of
-        the rows is free and it is its turn.
-
-        Raises what `generate` raises.
-        """
+        """See `RolloutEngine.converse` and `Conversation`. The cache holds up to twice `max_batch_size` sequences, of
+        which at most `max_batch_size` are decoded at once. Raises the errors of `generate`."""
         rooms = self.checked(call)
         if call.prompts:
-            with self._cache_at_risk(), self._computing():
+            with self._discard_cache_on_error(), self._computing():
                 Conversation(self, call, rooms, turns).loop()
 
     def append_form(self) -> AppendForm:
-        """The form in which tokens are appended to rows of sequences within the model's attention window."""
+        """Returns the form of `append` for sequences within the model's attention window."""
         if self._append_form is None:
             self._append_form = find_append_form(self._actor, self._mask_form)
         return self._append_form
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        if self.fixed_steps == 'compiled':  # which packs weights in its own way
+        if self.fixed_steps == 'compiled':  # torch packs the weights itself
             with torch.inference_mode():
                 yield
             return
@@ -255,70 +252,70 @@ class LocalEngine(CheckedEngine):
             yield
 
     @contextmanager
-    def _cache_at_risk(self) -> Iterator[None]:
-        """After a failure there is no cache: it may hold non-finite states, which a mask cannot hide."""
+    def _discard_cache_on_error(self) -> Iterator[None]:
+        """Context that drops the cache after an error: it may contain non-finite states, which a mask cannot hide."""
         try:
             yield
         except BaseException:
-            self._note_capture()
+            self._record_capture_failure()
             self._cache = self._fixed = None
             raise
 
     def end(self) -> None:
-        """Give the actor back with the training flags it came with; free the cache, or keep it for the next phase."""
+        """Releases the actor, restores training flags, and frees the cache or keeps it for the next phase."""
         actor = self._actor
         if actor is not None:
             self._held_bytes = self._bytes_held()
         super().end()
-        self._note_capture()
+        self._record_capture_failure()
         self._packed = None
         if not self.keeping:
             self._cache = self._fixed = None
         elif self._fixed is not None and actor is not None:
             self._kept_for = weakref.ref(actor), (addresses(actor), plain_settings(actor))
-            self._fixed.let_go()
+            self._fixed.release_actor()
 
     def release(self) -> None:
-        """Free what is kept for the next phase."""
-        self._note_capture()
+        """Frees cache and steps."""
+        self._record_capture_failure()
         self._cache = self._fixed = self._kept_for = None
 
     def captures(self, device: torch.device) -> bool:
-        """Whether steps of fixed shape become CUDA graphs."""
+        """Returns True if steps of fixed shape are captured as CUDA graphs."""
         return device.type == 'cuda' and self._can_capture
 
-    def _note_capture(self) -> None:
-        """Steps that gave up their graphs speak for the next ones."""
-        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed.gave_up)
+    def _record_capture_failure(self) -> None:
+        """Remembers a failed capture, so that later steps do not try again."""
+        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed.capture_failed)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
-        """The cache for a call that begins: of at least this size, holding nothing that is read."""
+        """Returns a cache of at least this size for a new call."""
         cache = self._cache
         if cache is None or rows > cache.rows or capacity > cache.capacity:
             wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
-            self._cache = self._fixed = None  # before there is another
+            self._cache = self._fixed = None  # freed before the new one is allocated
             self._cache = cache = SlotCache(*wider)
         return cache
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
-        """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
+        """Returns how many of `rows` rows with `capacity` slots fit into `free_bytes`, at least 1."""
         cache, device = self._cache, next(self._actor.parameters()).device
         if cache is None or rows > cache.rows or capacity > cache.capacity:
             free = self.free_bytes(device)
             if free is not None:
                 room = CACHE_SHARE * (free + (cache.nbytes if cache else 0))
                 rows = max(1, min(rows, int(room / max(bytes_per_slot(self._actor) * capacity, 1))))
-        return self._agreed(rows)
+        return self._min_over_processes(rows)
 
-    def _agreed(self, number: int) -> int:
-        """The least of all processes that hold the model together, which compute the same forwards."""
+    def _min_over_processes(self, number: int) -> int:
+        """Returns the minimum over the processes that share a tensor-parallel model and must run the same forwards."""
         if (group := sharding_group(self._actor)) is None:
             return number
         device = next(self._actor.parameters()).device
         return -int(group.max(torch.tensor(-number, device=device)))
 
     def free_bytes(self, device: torch.device) -> int | None:
-        """Memory that the cache could have: the device's, and what torch keeps for later. None: no bound (a CPU)."""
+        """Returns the memory available for the cache, free on the device or cached by torch; None on a CPU."""
         if device.type != 'cuda':
             return None
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -334,9 +331,9 @@ class LocalEngine(CheckedEngine):
         capture: bool,
         windows: Windows | None = None,
     ) -> FixedSteps:
-        """Steps of fixed shape; those of an earlier call where they fit, with their graphs."""
+        """Returns steps of fixed shape; those of an earlier call, with their graphs, if they fit."""
         if self._fixed is None or not self._fixed.fits(cache, sampler, size, windows):
-            self._note_capture()
+            self._record_capture_failure()
             device = sampler.end_ids.device
             self._fixed = FixedSteps(
                 self._actor,
@@ -350,5 +347,5 @@ class LocalEngine(CheckedEngine):
                 compiled=self.fixed_steps == 'compiled',
                 windows=windows,
             )
-        self._fixed.renew(self._actor, uniforms)
+        self._fixed.start_call(self._actor, uniforms)
         return self._fixed

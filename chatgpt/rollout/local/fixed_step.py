@@ -1,10 +1,10 @@
-"""One decode step at a fixed number of rows and slots, on tensors that stay where they are: what a CUDA graph can hold.
+"""A decode step with a fixed number of rows and slots on tensors at fixed addresses, which a CUDA graph can capture.
 
-A step runs trunk, head, draw, record and bookkeeping for `rows` rows; idle ones write where nobody reads. Rows and
-slots come in buckets, one graph for each pair, captured at its second use. The first use is an ordinary call that is
-watched: a model that makes tensors from numbers of the host, or waits for the device, gets no graphs. A step may also
-be compiled by torch: rows and slots are symbols then, and weights are inputs, so buckets and phases share what was
-compiled; on CUDA the compiled step is captured in its turn. A model that torch cannot compile decodes without.
+A step runs trunk, head, sampling, recording and bookkeeping for `rows` rows; idle rows write to places that are never
+read. Rows and slots are rounded to buckets, with one graph per pair, captured at its second use. The first use is a
+plain call under `HostWatch`: a model that copies numbers from the host, or waits for the device, gets no graphs. A step
+may also be compiled by torch, with symbolic rows and slots and with weights as inputs, so that buckets and phases share
+the compiled code; on CUDA the compiled step is then captured. If torch cannot compile a model, its step stays plain.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
 SLOTS = 256
-"""widths are multiples of this, as pages of attention are"""
+"""widths are multiples of this, like pages of attention"""
 SMALL_ROWS = 32
-"""up to here row buckets are powers of two, above multiples of this"""
+"""row buckets are powers of two up to this number, and multiples of it above"""
 WARM_UPS = 1
-"""ordinary calls of a bucket before its capture, in which libraries set up what a capture may not"""
+"""plain calls of a bucket before its capture, for initialisation that a capture does not allow"""
 COMPILATIONS = 16
-"""of one step, at most: what torch does not take for a symbol is compiled anew for every bucket; then it stays plain"""
+"""maximum number of compilations of a step, which stays plain above it: sizes that torch does not treat as symbols are
+compiled again for each bucket"""
 
 
 def row_bucket(live: int, most: int) -> int:
-    """1, 2, 4, 8, 16, 32, 64, 96, ... rows, at most `most`."""
+    """Rounds the number of rows up to 1, 2, 4, 8, 16, 32, 64, 96, ..., at most `most`."""
     if live <= SMALL_ROWS:
         return min(1 << (live - 1).bit_length(), most)
     return min(-(-live // SMALL_ROWS) * SMALL_ROWS, most)
 
 
 def shared_capacity(slots: int, attention: AttentionForm) -> int:
-    """So many slots or a few more: what a cache has whose sizes other calls are to find again, in whole pages where
-    attention reads pages. Other forms read every slot, so there it is fewer."""
+    """Rounds up the slots of a cache, so that other calls can reuse it: to whole pages if attention reads pages, else
+    less, because other forms read every slot."""
     step = PAGE if attention == 'varlen' else 64
     return -(-slots // step) * step
 
 
 def slot_bucket(width: int, capacity: int) -> int:
-    """256, 512, ... slots, at most `capacity`."""
+    """Rounds the number of slots up to 256, 512, ..., at most `capacity`."""
     return min(-(-width // SLOTS) * SLOTS, capacity)
 
 
 class Tables:
-    """What was drawn, by sample and position, flat; one more place takes what idle rows draw."""
+    """Flat tables of draws by sample and position, with an additional place for idle rows."""
 
     def __init__(self, size: int, device: torch.device, *, draws: bool) -> None:
         self.token = torch.zeros(size + 1, dtype=torch.int64, device=device)
@@ -67,7 +68,7 @@ class Tables:
         return self.token, self.logprob, self.filtered_logprob, self.edge_distance
 
     def write(self, places: Tensor, draw: Draw) -> None:
-        """places: (n,) int64."""
+        """Writes draws to places, (n,) int64."""
         self.token.index_copy_(0, places, draw.token)
         self.logprob.index_copy_(0, places, draw.logprob)
         self.filtered_logprob.index_copy_(0, places, draw.filtered_logprob)
@@ -75,17 +76,17 @@ class Tables:
             self.edge_distance.index_copy_(0, places, draw.edge_distance)
 
 
-_WAIT = frozenset(
+_SYNCHRONIZING = frozenset(
     'item _local_scalar_dense is_nonzero nonzero masked_select equal allclose _unique _unique2 unique_dim '
     'unique_consecutive unique_dim_consecutive bincount'.split()
-)  # operators that wait for numbers of the device
+)  # operators that wait for the device
 _FROM_VALUES = frozenset(('lift_fresh', 'lift_fresh_copy', 'lift', 'detach_'))
-"""what `torch.tensor` ends with: the copy from the host before it is not seen"""
+"""the last operators of `torch.tensor`; the copy from the host before them is not dispatched"""
 
 
 class HostWatch(TorchDispatchMode):
-    """Inside, `found` becomes the first operator that takes numbers from the host to `device`, or waits for numbers of
-    the device: a capture allows neither."""
+    """Context in which `found` becomes the first operator that copies numbers from the host to `device` or waits for
+    the device. A capture allows neither."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class HostWatch(TorchDispatchMode):
         if not any(t.device.type == self.kind for t in (*given, *made)):
             return False
         name, _, overload = func.name().removeprefix('aten::').partition('.')
-        if name in _WAIT or name in _FROM_VALUES:
+        if name in _SYNCHRONIZING or name in _FROM_VALUES:
             return True
         if name == 'where':
             return len(given) == 1
@@ -114,28 +115,28 @@ class HostWatch(TorchDispatchMode):
             t.dtype == torch.bool for t in tree_leaves(args[1]) if isinstance(t, Tensor)
         ):
             return True
-        # A number of the CPU may stand among tensors of the device, but nothing may be copied from one to the other.
+        # a number on the CPU may be an argument beside tensors of the device, but copies between them are not allowed
         copies = name in ('to', '_to_copy', 'copy_', 'cpu', 'cuda')
         return len({t.device.type for t in (*given, *made) if copies or t.dim() > 0}) > 1
 
 
-def _in_the_step(sampling: SamplingParams) -> tuple[Any, ...]:
-    """The settings that a step computes with. Limits, stop strings and seeds are asked for outside."""
+def _step_settings(sampling: SamplingParams) -> tuple[Any, ...]:
+    """Returns the settings that a step computes with; limits, stop strings and seeds are applied outside of it."""
     may_be_short = sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0
     s = sampling
     return s.do_sample, s.temperature, s.top_k, s.top_p, s.eos_token_ids, may_be_short
 
 
 class FixedSteps:
-    """The steps of `generate` calls that have the same settings and the same cache.
+    """The decode steps of calls with the same settings and the same cache.
 
     Args:
         actor: has `trunk` and `head`.
-        cache: has all rows and slots that a call will need.
-        size: places in the tables that a call needs; there are at least as many.
+        cache: has all rows and slots that a call needs.
+        size: minimum number of places in the tables.
         capture: use CUDA graphs.
-        compiled: let torch compile the step.
-        windows: of the model, in calls whose sequences are longer.
+        compiled: compile the step with torch.
+        windows: the model's attention windows, if sequences exceed one.
     """
 
     def __init__(
@@ -154,18 +155,18 @@ class FixedSteps:
     ) -> None:
         self.actor, self.sampler, self.cache = actor, sampler, cache
         self.mask_form, self.attention, self.windows = mask_form, attention, windows
-        self.capture, self.compiled, self.gave_up = capture, compiled, False
-        *_, self.no_end_until = self.settings = _in_the_step(sampler.sampling)
-        # a little more is nothing beside a new capture
+        self.capture, self.compiled, self.capture_failed = capture, compiled, False
+        *_, self.no_end_until = self.settings = _step_settings(sampler.sampling)
+        # rounded up, because larger tables cost less than a new capture
         self.size, self.device = 1 << (size - 1).bit_length(), device
         draws = sampler.sampling.do_sample
         self.tables = Tables(self.size, device, draws=draws)
         self.uniforms = torch.zeros(self.size + 1, 1, dtype=torch.float64, device=device) if draws else None
         self.graph_bytes = 0
-        """that the captures have taken"""
+        """memory that captures have reserved"""
         rows = cache.rows
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
-        # a column more, so that no slice of it is the whole, which torch would compile for itself
+        # one more column, because torch would compile separately for a slice that is the whole tensor
         self.state = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
         self.increment = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -177,22 +178,22 @@ class FixedSteps:
         self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
 
     def fits(self, cache: SlotCache, sampler: TokenSampler, size: int, windows: Windows | None) -> bool:
-        """Whether another call may take these steps."""
+        """Returns True if another call can use these steps."""
         same = self.cache is cache and len(self.row_index) == cache.rows and self.windows == windows
-        return same and size <= self.size and self.settings == _in_the_step(sampler.sampling)
+        return same and size <= self.size and self.settings == _step_settings(sampler.sampling)
 
-    def renew(self, actor: Any, uniforms: Tensor | None) -> None:
-        """Begin another call, with other draws: (n, 1) float64, or None for greedy decoding."""
+    def start_call(self, actor: Any, uniforms: Tensor | None) -> None:
+        """Starts a new call. uniforms: (n, 1) float64, or None for greedy decoding."""
         self.actor = actor
         if self.uniforms is not None and uniforms is not None:
             self.uniforms[: len(uniforms)] = uniforms
 
-    def let_go(self) -> None:
-        """Hold no actor until the next call: a copy of the policy that others free."""
+    def release_actor(self) -> None:
+        """Drops the reference to the actor, so that a copy of the policy can be freed."""
         self.actor = None
 
     def load(self, token: Tensor, state: Tensor, idle_slot: int = 0) -> None:
-        """Set the live rows: the first ones. The others idle, and write into `idle_slot` of their cache rows."""
+        """Sets the first rows live. The others are idle and write to `idle_slot` of their cache rows."""
         live = len(token)
         self.token[:live], self.token[live:] = token, 0
         self.state[:, :live], self.state[:, live:] = state, 0
@@ -201,11 +202,11 @@ class FixedSteps:
         self.increment[:2, :live] = 1
 
     def run(self, live: int, width: int) -> None:
-        """One token for every live row; results are in `token`, `state`, `ended` and the tables.
+        """Generates one token for each live row; results are in `token`, `state`, `ended` and the tables.
 
-        width: slots that attention must see: the longest row's, with the new token.
+        width: number of slots of the longest row, including the new token.
         """
-        # torch compiles a step of one row for itself
+        # torch would compile separately for a single row
         least = min(2, self.cache.rows) if self.compiled else 1
         rows, slots = row_bucket(max(live, least), self.cache.rows), slot_bucket(width, self.cache.capacity)
         key = rows, slots
@@ -215,20 +216,20 @@ class FixedSteps:
             return
         uses = self._uses[key] = self._uses.get(key, 0) + 1
         if self.capture and uses <= WARM_UPS:
-            self._watched(key)
-        elif self.compiled and (not self.capture or uses <= 2 * WARM_UPS):  # compiling is nothing that a capture may do
-            self._compiled(key)
+            self._run_watched(key)
+        elif self.compiled and (not self.capture or uses <= 2 * WARM_UPS):  # compiled before, not during, a capture
+            self._run_compiled(key)
         elif self.capture:
             with torch.cuda.device(self.device):
                 self._capture(key)
         else:
             self._step(rows, slots)
 
-    def _compiled(self, key: tuple[int, int]) -> None:
-        """A compiled call. A model that torch cannot compile goes on without."""
+    def _run_compiled(self, key: tuple[int, int]) -> None:
+        """Runs a compiled call. If torch cannot compile the model, continues with the plain step."""
         before = self.token.clone(), self.state.clone()
         try:
-            with _as_symbols():
+            with _symbolic_shapes():
                 self._step(*key)
         except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -241,20 +242,20 @@ class FixedSteps:
             self.state.copy_(before[1])
             self._step(*key)
 
-    def _watched(self, key: tuple[int, int]) -> None:
-        """An ordinary call, as a capture would see it, that finds out whether one is possible: a capture that breaks
-        off leaves torch's allocator in its middle."""
+    def _run_watched(self, key: tuple[int, int]) -> None:
+        """Runs a plain call as in a capture and checks that a capture is possible, because a failed one leaves torch's
+        allocator in an undefined state."""
         with HostWatch(self.device) as watch, _as_if_capturing():
             self._plain_step(*key)
         if watch.found is not None:
-            self._without_graphs(f'it needs the host: {watch.found}')
+            self._disable_graphs(f'it needs the host: {watch.found}')
 
-    def _without_graphs(self, why: str) -> None:
-        self.capture, self.gave_up = False, True
+    def _disable_graphs(self, why: str) -> None:
+        self.capture, self.capture_failed = False, True
         warnings.warn(f'LocalEngine: no CUDA graph of this model ({why}); decoding without', stacklevel=2)
 
     def _capture(self, key: tuple[int, int]) -> None:
-        """Record the step and run it. A model that cannot be captured goes on without graphs."""
+        """Captures the step and runs it. If the capture fails, continues without graphs."""
         graph = torch.cuda.CUDAGraph()
         self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
         if self._pool is None:
@@ -264,25 +265,25 @@ class FixedSteps:
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
         try:
-            # torch's own side stream is on the device of the first graph: elsewhere nothing would be recorded.
+            # torch's own side stream is on the device of the first graph, so on another device it would record nothing
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
                 self._step(*key)
         except RuntimeError as error:
-            # A capture that was broken off leaves its side stream current, the generator in capture mode, and (torch
-            # before 2.12, where the end of the capture fails too) the allocator serving a graph that there is not.
+            # A failed capture leaves its side stream current, the generator in capture mode, and (torch before 2.12,
+            # where the end of the capture fails too) the allocator in the pool of the missing graph.
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(fresh)
-            with suppress(RuntimeError):  # it has ended, as it should
+            with suppress(RuntimeError):  # already ended in newer versions
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             torch.cuda.synchronize(self.device)
-            self._without_graphs(_first_cause(error))
+            self._disable_graphs(_first_cause(error))
             self.token.copy_(before[0])
             self.state.copy_(before[1])
             self._step(*key)
             return
         self._graphs[key] = graph
         self.graph_bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
-        graph.replay()  # capturing computes nothing
+        graph.replay()  # a capture only records
 
     def _plain_step(self, rows: int, slots: int) -> None:
         token, state = self.token[:rows], self.state[:, :rows]
@@ -307,7 +308,7 @@ class FixedSteps:
 
 
 def _first_cause(error: BaseException) -> str:
-    """In a line: the error of ending a capture hides the one that broke it off."""
+    """Returns the first line of the original error, which the error of ending the capture hides."""
     while error.__context__ is not None:
         error = error.__context__
     return _line(error)
@@ -318,8 +319,8 @@ def _line(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_symbols() -> Iterator[None]:
-    """Around compiled calls: sizes that happen to be equal are not taken for one, and torch's remarks are not ours."""
+def _symbolic_shapes() -> Iterator[None]:
+    """Context for compiled calls: equal sizes are separate symbols, and a warning of torch is hidden."""
     import torch.fx.experimental._config as symbols
 
     with (
@@ -333,10 +334,10 @@ def _as_symbols() -> Iterator[None]:
 
 @contextmanager
 def _as_if_capturing() -> Iterator[None]:
-    """torch says that a capture is underway: transformers leaves out there what would wait for the device."""
-    asked = torch.cuda.is_current_stream_capturing
+    """Context in which torch reports a capture, during which transformers skips what would wait for the device."""
+    original = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = asked
+        torch.cuda.is_current_stream_capturing = original

@@ -1,8 +1,8 @@
-"""Which slots of the cache a token may see: all that its row holds, or the last of them where layers have a window.
+"""Attention masks over the slots of the cache, with the attention windows of a model's layers.
 
-The cache keeps every token, so a window is a matter of the mask. transformers takes the mask of every layer as one
-tensor, or, from models whose layers differ, as a dict by kind of layer (`layer_types` of the config).
-`windows_disagree` compares what comes out with the plain forward of sequences that are longer than the window.
+The cache keeps every token, so windows are applied by masks. transformers takes one mask for all layers, or, for models
+with layers of several kinds, a dict by kind (`layer_types` of the config). `windows_disagree` compares the result with
+a plain forward of sequences longer than the window.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ class Windows(NamedTuple):
     """The attention windows of a model."""
 
     sliding: int | None
-    """tokens that a layer of 'sliding_attention' sees, its own included"""
+    """number of tokens that 'sliding_attention' attends to, including the current one"""
     chunk: int | None
-    """tokens of one chunk: 'chunked_attention' sees none of those before"""
+    """number of tokens of a chunk; 'chunked_attention' does not attend to earlier chunks"""
     kinds: tuple[str, ...]
-    """of layers; () where all are of one kind"""
+    """kinds of layers; () if all are of one kind"""
 
     @property
     def sizes(self) -> list[int]:
-        """The shortest first."""
+        """The sizes of the windows, in ascending order."""
         return sorted(w for w in (self.sliding, self.chunk) if w is not None)
 
     @property
     def example_lengths(self) -> tuple[int, ...]:
-        """Prompts to check a decode of a few tokens with: longer than each window, one that reaches it while decoding,
-        and a short one."""
+        """Prompt lengths for a check of decoding: longer than each window, one that reaches it while decoding, and a
+        short one."""
         return (*(size + 3 for size in self.sizes), max(1, self.sizes[0] - 1), 3)
 
 
 def windows_of(config: Any) -> Windows | None:
-    """Those of a text model's config, None where all layers attend to everything."""
+    """Returns the windows of a text model's config, or None if all layers have full attention."""
     if getattr(config, 'use_sliding_window', True) is False:
         return None
     kinds = tuple(dict.fromkeys(getattr(config, 'layer_types', None) or ()))
@@ -54,14 +54,14 @@ def windows_of(config: Any) -> Windows | None:
 
 
 def decode_mask(lengths: Tensor, width: int, form: MaskForm, dtype: torch.dtype) -> Tensor:
-    """Slots 0 .. lengths[i] of row i are valid: the stored tokens and the one being written. (n, 1, 1, width) or (n,
-    width)."""
+    """Returns a mask of the valid slots 0 .. lengths[i] of row i, which include the new token: additive (n, 1, 1,
+    width) or boolean (n, width)."""
     beyond = torch.arange(width, device=lengths.device) > lengths[:, None]
     return ~beyond if form == 'boolean' else _additive(beyond, dtype)
 
 
 def window_masks(lengths: Tensor, width: int, windows: Windows, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """As `decode_mask`, additive, for layers with windows: one for all layers, or by kind of layer."""
+    """Returns additive masks, as `decode_mask`, for layers with windows: one for all layers, or a dict by kind."""
     slots = torch.arange(width, device=lengths.device)
     beyond, last = slots > lengths[:, None], lengths[:, None]
     masks = {'full_attention': beyond}

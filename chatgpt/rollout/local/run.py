@@ -1,10 +1,8 @@
-"""One call of the local engine: prompts are prefilled into cache rows, and rows are decoded together until each has
-ended.
+"""A call of the local engine: prompts are prefilled into cache rows, which are decoded together until all have ended.
 
-Live sequences stand in rows 0 .. n-1 of the batch. A finished one leaves at once (the last live row takes its place),
-and waiting prompts take the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none
-of this can change a draw; only the rounding of sums of another shape can change a token. All per-token work is on
-tensors; Python looks at single rows only when one ends.
+Live sequences are in rows 0 .. n-1 of the batch. A finished one is replaced at once by the last live row, and waiting
+prompts enter free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so the batch can
+change a token only by rounding. Work per token is done on tensors; Python handles single rows only when one ends.
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ from chatgpt.types import FinishReason, Sample
 
 _CAPACITY_STEP = 64
 
-_LEAST_PREFIX = 16
-"""tokens of a shared prefix from which on it is computed apart from the prompts"""
+_MIN_SHARED_PREFIX = 16
+"""shortest shared prefix, in tokens, that is computed separately from the prompts"""
 
 
 class LocalRun:
-    """The rows of one call, from the first prompt that enters to the last response that ends.
+    """The state of a call, from the first prompt that enters to the last response that ends.
 
-    What was drawn lies in a flat (samples x max_new) table. `state` (3, n) int64, on the device, holds for each live
-    row: the table position of its next token, the tokens in its cache row, and the first table position at which it may
-    end. On the host, each live row has its sample number, an `offset` and a `deadline`; both are relative to the step
-    count, so that no step has to touch them.
+    Draws are stored in a flat (samples x max_new) table. `state` (3, n) int64, on the device, holds for each live row
+    the table position of its next token, the number of tokens in its cache row, and the first table position at which
+    it may end. On the host, each live row has a sample number, an `offset` and a `deadline`; the latter two are
+    relative to the step count, so that steps do not change them.
     """
 
-    def __init__(self, engine: Any, call: Call, limits: list[int], *, most_rows: int = 0, spare_slots: int = 0) -> None:
-        """engine: the `LocalEngine`. most_rows: of the cache, instead of the engine's `max_batch_size`. spare_slots: of
-        each row, where steps have a fixed shape."""
+    def __init__(self, engine: Any, call: Call, limits: list[int], *, num_rows: int = 0, spare_slots: int = 0) -> None:
+        """engine: the `LocalEngine`. num_rows: rows of the cache, by default the engine's `max_batch_size`.
+        spare_slots: additional slots per row in steps of fixed shape."""
         self.engine, self.actor, self.call, self.limits = engine, engine._actor, call, limits
         self.prompts, self.sampling, self.indices = call.prompts, call.sampling, call.indices
         prompts, sampling = call.prompts, call.sampling
@@ -55,12 +53,12 @@ class LocalRun:
         self.max_new = max(limits)
         self.uniforms = self._uniforms() if sampling.do_sample else None
         self.queue = deque(range(len(prompts)))
-        # the last token of a sequence is never fed back, so it needs no slot
+        # the last token of a sequence is never an input, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
         self.windows = engine.windows_beyond(self.max_width + 1)
         self.attention: AttentionForm = 'plain' if self.windows is not None else engine.attention_form
-        wanted = min(most_rows or engine.max_batch_size, len(prompts))
-        # Blocks that are streamed come and go: their addresses hold for no graph. Nor are sums over processes recorded.
+        wanted = min(num_rows or engine.max_batch_size, len(prompts))
+        # streamed blocks have no fixed addresses, and sums over processes cannot be captured
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         no_graph = streams or sharding_group(self.actor) is not None
         fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
@@ -80,11 +78,11 @@ class LocalRun:
             )
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
-        self.idle_slot = 0  # into which idle rows of a fixed shape write
+        self.idle_slot = 0  # slot in which idle rows of a fixed shape write
         # live rows
         self.row_sample: list[int] = []
-        self.row_offset: list[int] = []  # offset + step = tokens stored once the step's token is in
-        self.row_deadline: list[int] = []  # the step whose token is the last one allowed
+        self.row_offset: list[int] = []  # offset + step = number of stored tokens after the step
+        self.row_deadline: list[int] = []  # step of the last token allowed
         self.state = torch.zeros(3, 0, dtype=torch.int64, device=self.device)
         self.increment = torch.tensor([[1], [1], [0]], device=self.device)
         self.token = torch.zeros(0, dtype=torch.int64, device=self.device)
@@ -93,36 +91,36 @@ class LocalRun:
         self.step = 0
         self.next_deadline = 0
         self.longest_offset = self.shortest_offset = 0
-        self.free_to_end_from = 0  # step from which no live row is too short to end
+        self.free_to_end_from = 0  # step from which every live row may end
         # results
         self.records: list[tuple[Tensor, Draw]] = []
-        self.began = [0] * len(prompts)  # tokens after the prompt where the response begins that is drawn now
+        self.began = [0] * len(prompts)  # number of tokens between the prompt and the current turn
         self.num_tokens = [0] * len(prompts)
         self.reasons: list[FinishReason] = ['length'] * len(prompts)
         self.ids: list[list[int]] = [[] for _ in prompts]  # kept only for `sampling.stop`
 
     def _uniforms(self) -> Tensor:
-        """One number for each entry of the table, (samples x max_new, 1) float64."""
+        """Returns one number for each entry of the table, (samples x max_new, 1) float64."""
         keys = sample_keys(self.call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
         first = torch.tensor(self.call.offsets, dtype=torch.int64, device=self.device)
         positions = first[:, None] + torch.arange(self.max_new, device=self.device)
         return uniforms(keys[:, None], positions).view(-1, 1)
 
     def _shared_prefix(self) -> tuple[int, ...]:
-        """Returns the first tokens of all prompts as far as they are equal, without the last token of the shortest;
-        () where computing them once saves little or is not possible."""
+        """Returns the longest common prefix of all prompts, without the last token of the shortest, or () if computing
+        it once saves little or is not possible."""
         prompts = {tuple(p.ids.tolist()) for p in self.prompts}
-        first, last = min(prompts), max(prompts)  # what these two share, all share
+        first, last = min(prompts), max(prompts)  # their common prefix is that of all
         shortest = min(map(len, prompts)) - 1
         length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), shortest)
         prefix = first[: min(length, shortest)]
-        worth = len(prompts) > 1 and len(prefix) >= _LEAST_PREFIX and self.windows is None
+        worth = len(prompts) > 1 and len(prefix) >= _MIN_SHARED_PREFIX and self.windows is None
         return prefix if worth and self.engine.append_form() == 'together' else ()
 
     def _sizes(self, wanted: int, fixed: bool, spare_slots: int) -> tuple[int, int]:
-        """Rows and slots of the cache, for `wanted` rows at once."""
+        """Returns the rows and slots of the cache for `wanted` rows."""
         longest_prompt = max(len(p.ids) for p in self.prompts)
-        if fixed or self.attention == 'varlen':  # sizes that other calls have as well
+        if fixed or self.attention == 'varlen':  # rounded sizes, which other calls can reuse
             needed = max(longest_prompt, self.max_width + spare_slots)
             capacity = shared_capacity(needed, self.attention)
             capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
@@ -140,19 +138,19 @@ class LocalRun:
                 self.decode()
 
     def admit(self, free: int) -> None:
-        """Prefill the next waiting prompts into free rows and draw their first tokens."""
+        """Prefills the next waiting prompts into free rows and samples their first tokens."""
         self.enter(self.prefilled([self.queue.popleft() for _ in range(min(free, len(self.queue)))]))
 
     def prefilled(self, samples: list[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yields samples in the order of the rows that they got, with their prompts' last logits. Equal prompts are
-        computed once, and so is the prefix that all prompts share."""
-        takers: dict[tuple[int, ...], list[int]] = {}
+        """Yields samples in the order of their rows, with their prompts' last logits. Equal prompts and the prefix that
+        all prompts share are computed once."""
+        samples_by_ids: dict[tuple[int, ...], list[int]] = {}
         for sample in samples:
-            takers.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
-        distinct, prefix = list(takers), self.prefix
+            samples_by_ids.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
+        distinct, prefix = list(samples_by_ids), self.prefix
         lengths = [len(ids) - len(prefix) for ids in distinct]
         for chunk in cut_by_tokens(lengths, self.engine.max_prefill_tokens):
-            prompts, rows = [distinct[c] for c in chunk], [takers[distinct[c]] for c in chunk]
+            prompts, rows = [distinct[c] for c in chunk], [samples_by_ids[distinct[c]] for c in chunk]
             if prefix:
                 ordered = [own[0] for own in rows] + [sample for own in rows for sample in own[1:]]
                 yield ordered, self.prefill_after_prefix(prompts, [len(own) for own in rows])
@@ -160,8 +158,8 @@ class LocalRun:
                 yield [sample for own in rows for sample in own], self.prefill(prompts, [len(own) for own in rows])
 
     def prefill_after_prefix(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
-        """As `prefill`, but the prefix is copied from a row that holds it, or computed once. In the rows, the first
-        copies of all prompts come first, then the further copies in the order of the prompts."""
+        """As `prefill`, with the prefix copied from a live row, or computed once. The rows contain the first copies of
+        all prompts, then the further copies in the order of the prompts."""
         first, num_rows, start = len(self.row_sample), sum(copies), len(self.prefix)
         rows = list(range(first, first + num_rows))
         if first:
@@ -186,7 +184,7 @@ class LocalRun:
         return torch.cat([logits, logits[source]])
 
     def enter(self, filled: Iterable[tuple[list[int], Tensor]]) -> None:
-        """Make rows live that have just been filled, and draw their first tokens."""
+        """Makes newly filled rows live and samples their first tokens."""
         before = len(self.row_sample)
         tokens, states, ended = [self.token], [self.state], [False] * before
         for samples, logits in filled:
@@ -209,8 +207,8 @@ class LocalRun:
         self.retire(ended, first_new=before)
 
     def prefill(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
-        """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows,
-        V)."""
+        """Runs prompts through the model and stores each in the next `copies[i]` cache rows. Returns their last logits,
+        (rows, V)."""
         hidden = self.run_prompts(distinct, copies)
         last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
         logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
@@ -219,10 +217,10 @@ class LocalRun:
         return logits[torch.repeat_interleave(torch.tensor(copies, device=self.device))]
 
     def run_prompts(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
-        """As `prefill`; returns the hidden states (len(distinct), longest prompt, D)."""
+        """As `prefill`, but returns the hidden states, (len(distinct), longest prompt, D)."""
         first, num_rows = len(self.row_sample), sum(copies)
         width = max(map(len, distinct))
-        # filled up with each prompt's own first token: a causal model never looks ahead, and no padding id is needed
+        # padded with each prompt's first token, which a causal model ignores, so no padding id is needed
         input_ids = torch.tensor([ids + ids[:1] * (width - len(ids)) for ids in distinct], device=self.device)
         source = None
         if num_rows > len(distinct):
@@ -233,7 +231,7 @@ class LocalRun:
             return self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
 
     def decode(self) -> None:
-        """One token for every live row."""
+        """Generates one token for each live row."""
         self.step += 1
         width = self.longest_offset + self.step
         if self.fixed is not None:
@@ -261,7 +259,7 @@ class LocalRun:
         self.retire(flags)
 
     def decode_fixed(self, steps: FixedSteps, width: int) -> list[bool] | None:
-        """The same by a step of fixed shape. Returns which rows ended."""
+        """As `decode`, by a step of fixed shape. Returns which rows ended."""
         live = len(self.row_sample)
         if not self.fixed_loaded:
             steps.load(self.token, self.state, self.idle_slot)
@@ -275,8 +273,8 @@ class LocalRun:
         return self.cache.layers[0].keys.dtype
 
     def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
-        """Draw and record one token per row. Returns tokens (n,) and which of them are end tokens, None where none can
-        be."""
+        """Samples and records one token per row. Returns tokens (n,) and which are end tokens, None without end
+        tokens."""
         flat = state[0]
         uniform = None if self.uniforms is None else self.uniforms[flat]
         can_end = len(self.sampling.eos_token_ids) > 0
@@ -286,11 +284,11 @@ class LocalRun:
         return draw.token, self.sampler.is_end(draw.token).tolist() if can_end else None
 
     def retire(self, ended: list[bool] | None, first_new: int = 0) -> None:
-        """Take out the rows that are done. `ended`: rows whose newest token is an end token.
+        """Removes finished rows.
 
-        first_new: rows before it got no token since the last call.
+        ended: True for rows with an end token as their newest token. first_new: the first row with a new token.
         """
-        stopped = self.ask_stop(ended, first_new) if self.sampling.stop is not None else None
+        stopped = self.check_stop(ended, first_new) if self.sampling.stop is not None else None
         if self.step < self.next_deadline and stopped is None and (ended is None or True not in ended):
             return
         survivors = []
@@ -306,7 +304,7 @@ class LocalRun:
         if len(survivors) < len(self.row_sample):
             self.compact(survivors)
 
-    def ask_stop(self, ended: list[bool] | None, first_new: int) -> list[bool]:
+    def check_stop(self, ended: list[bool] | None, first_new: int) -> list[bool]:
         assert self.sampling.stop is not None
         stopped = [False] * len(self.row_sample)
         for row, token in enumerate(self.token.tolist()):
@@ -319,7 +317,7 @@ class LocalRun:
         return stopped
 
     def compact(self, survivors: list[int]) -> None:
-        """Close the gaps: the last surviving rows move into the rows that became free."""
+        """Moves the last surviving rows into the rows that became free."""
         num_live = len(survivors)
         order, holes = list(range(num_live)), sorted(set(range(num_live)) - set(survivors))
         movers = [row for row in survivors if row >= num_live]
@@ -340,7 +338,7 @@ class LocalRun:
         self.rows_changed()
 
     def fill(self, holes: list[int], movers: list[int]) -> None:
-        """What the cache holds in rows `movers` is now that of rows `holes`."""
+        """Moves the cache rows `movers` to `holes`."""
         self.cache.move(movers, holes, max(self.row_offset[hole] for hole in holes) + self.step)
 
     def rows_changed(self) -> None:
@@ -357,7 +355,7 @@ class LocalRun:
         )
 
     def samples(self) -> list[Sample]:
-        """The finished samples, in the order of the prompts."""
+        """Returns the samples in the order of the prompts."""
         flat = torch.cat([flat for flat, _ in self.records])
         shape = (len(self.prompts), self.max_new)
 

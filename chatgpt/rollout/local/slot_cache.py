@@ -1,11 +1,12 @@
-"""A key/value cache of rows and slots: token t of a row's sequence lies in slot t of that row.
+"""A key/value cache of rows and slots: token t of a sequence is in slot t of its row.
 
-Memory is allocated once, a new token is written into its own slot, attention reads the view up to the longest live row,
-and a finished row is replaced by overwriting it. What lies behind a row's length is old but finite, and masked.
+Memory is allocated once, a new token is written into its slot, attention reads a view up to the longest live row, and a
+finished row is overwritten by the next sequence. Slots after a row's last token contain old but finite values, which
+are masked.
 
-`find_mask_form` finds out on a few tokens whether a model's cached decode agrees with its plain forward, and in which
-form it takes the mask of valid slots: additive (n, 1, 1, K), which costs least, or boolean (n, K), which models that
-derive positions from it (ALiBi) and flash kernels need.
+`find_mask_form` checks on a few tokens that a model's cached decode agrees with its plain forward, and in which form it
+takes the mask of valid slots: additive (n, 1, 1, K), the cheapest, or boolean (n, K), required by models that derive
+positions from it (ALiBi) and by flash kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NUM_STEPS = 3
 
 
 class SlotLayer:
-    """One layer's memory: keys (R, H, C, D) and values (R, H, C, D'), allocated at the first write."""
+    """The keys (R, H, C, D) and values (R, H, C, D') of a layer, allocated at the first write."""
 
     is_sliding = False
     is_compileable = False
@@ -42,8 +43,7 @@ class SlotLayer:
 
 
 def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Tensor:
-    """A store of at least this size that keeps what the old one holds. `like`: (n, H, P, D), for shape, dtype and
-    device."""
+    """Returns a tensor of this size with the contents of `store`. `like`: (n, H, P, D), for shape, dtype and device."""
     heads, width = like.shape[1], like.shape[3]
     # zeros, not empty: a masked slot gets weight 0, and 0 * NaN would be NaN
     new = like.new_zeros(rows, heads, capacity, width)
@@ -53,15 +53,15 @@ def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Te
 
 
 class SlotCache(Cache):
-    """The cache of one collect phase. Before each forward the caller says what it is about to write.
+    """The cache of a collect phase. Before each forward the caller sets what the forward writes:
 
-    `prefill(rows, source)`: the forward sees whole prompts, padded on the right, each from slot 0.
-    `decode(lengths, width)`: the forward sees one token for each of the first n rows.
-    `append(first, stored, counts)`: the forward sees further tokens of some rows.
+    `prefill(rows, source)`: whole prompts, padded on the right, from slot 0.
+    `decode(lengths, width)`: one token for each of the first n rows.
+    `append(first, stored, counts)`: further tokens of some rows.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
-        """rows and capacity (slots per row) may grow with `reserve`; nothing is allocated yet."""
+        """rows and capacity (slots per row) can be increased by `reserve`. Does not allocate memory yet."""
         super().__init__(layers=[])
         self.layers: list[Any] = []
         self.rows, self.capacity = rows, capacity
@@ -77,11 +77,11 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """What is allocated."""
+        """The allocated memory in bytes."""
         return sum(s.nbytes for layer in self.layers for s in (layer.keys, layer.values) if s is not None)
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for so many rows and slots; what is stored stays."""
+        """Grows the cache to at least this size, with its contents."""
         if rows <= self.rows and capacity <= self.capacity:
             return
         self.rows, self.capacity = max(rows, self.rows), max(capacity, self.capacity)
@@ -90,16 +90,16 @@ class SlotCache(Cache):
             layer.values = _resized(layer.values, layer.values, self.rows, self.capacity)
 
     def prefill(self, rows: Tensor, source: Tensor | None) -> None:
-        """The next forward's row `source[i]` is the prompt of cache row `rows[i]`; None: row i itself. Both (n,)
+        """The next forward's row `source[i]`, or i if it is None, is the prompt of cache row `rows[i]`. Both (n,)
         int64."""
         self._past, self._appended = 0, None
         self._prefill_rows, self._prefill_source = rows, source
 
     def decode(self, row_index: Tensor, lengths: Tensor, width: int, *, same_length: bool) -> None:
-        """The next forward's token i is number `lengths[i]` of cache row i.
+        """The next forward's token i is token number `lengths[i]` of cache row i.
 
-        row_index: (n,) int64, 0 .. n-1; lengths: (n,) int64, tokens already stored; width: the longest of them + 1,
-        which is what attention will see. With `same_length` all are width - 1 long, and one slice is written.
+        row_index: (n,) int64, 0 .. n-1. lengths: (n,) int64, number of stored tokens. width: number of slots that
+        attention reads, the largest length + 1. same_length: all lengths are width - 1, so a single slice is written.
         """
         self._past, self._width = width - 1, width
         self._prefill_rows = self._prefill_source = self._appended = None
@@ -108,20 +108,20 @@ class SlotCache(Cache):
         self._slot = width - 1 if same_length else None
 
     def append(self, first: int, stored: list[int], counts: list[int], device: torch.device) -> None:
-        """The next forward's row i holds tokens number `stored[i]` .. `stored[i] + counts[i] - 1` of cache row
-        `first + i`, padded on the right; attention will see the slots up to the longest row's end."""
+        """The next forward's row i contains tokens number `stored[i]` .. `stored[i] + counts[i] - 1` of cache row
+        `first + i`, padded on the right. Attention reads the slots up to the longest row's end."""
         self._width = max(s + c for s, c in zip(stored, counts, strict=True))
         self._past = self._width - max(counts)
         self._prefill_rows = self._prefill_source = None
         self._num_rows = len(counts)
-        # only what is no padding is stored: behind a row's own tokens there may be no slot
+        # padding is not stored: there may be no slot after a row's own tokens
         which = [(i, j, s + j) for i, (s, c) in enumerate(zip(stored, counts, strict=True)) for j in range(c)]
         row, column, slot = torch.tensor(which, device=device).unbind(1)
         self._appended = first, row, column, first + row, slot
 
     def move(self, source: list[int], target: list[int], width: int) -> None:
-        """Copy the first `width` slots of rows `source` over rows `target`. Several at a time may be exchanged: all are
-        read before one is written."""
+        """Copies the first `width` slots of rows `source` to rows `target`. All are read before any is written, so rows
+        can be exchanged."""
         for layer in self.layers:
             if len(source) == 1:
                 layer.keys[target[0], :, :width] = layer.keys[source[0], :, :width]
@@ -133,7 +133,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by every attention layer: stores (n, H, P, D) states and returns what the layer is to attend to."""
+        """Called by each attention layer: stores (n, H, P, D) states and returns the keys and values to attend to."""
         layers = self.layers
         while len(layers) <= layer_idx:
             layers.append(SlotLayer())
@@ -161,11 +161,11 @@ class SlotCache(Cache):
         return layer.keys[:n, :, :width], layer.values[:n, :, :width]
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
-        """Slots before the tokens of the next forward, as the longest row counts."""
+        """Returns the number of slots before the tokens of the next forward, for the longest row."""
         return self._past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots that attention will see, offset of the first)."""
+        """Returns (number of slots that attention reads, offset of the first)."""
         return self._past + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -179,7 +179,7 @@ class SlotCache(Cache):
 
 
 def bytes_per_slot(actor: Any) -> int:
-    """Memory of one token of one row, in all layers; found out by the forward of one token."""
+    """Returns the memory of a token in all layers, measured by a forward of one token."""
     device = next(actor.parameters()).device
     cache, first = SlotCache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cache.prefill(first[0], None)
@@ -195,8 +195,8 @@ def _cached_states(
     windows: Windows | None = None,
     slots: int = 0,
 ) -> list[Tensor]:
-    """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode over at least
-    so many slots."""
+    """Returns each sequence's hidden states from the last prompt token on, computed by prefill and by decode over at
+    least `slots` slots."""
     cache, last = prefilled_example(actor, sequences, slots)
     prompts = [len(s) - _NUM_STEPS for s in sequences]
     rows, lengths = len(sequences), torch.tensor(prompts, device=sequences[0].device)
@@ -218,7 +218,7 @@ def _cached_states(
 
 
 def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) -> tuple[SlotCache, Tensor]:
-    """A cache of at least `capacity` slots that holds the prompts of `plain_example`'s sequences, and the hidden
+    """Returns a cache of at least `capacity` slots with the prompts of `plain_example`'s sequences, and the hidden
     states of their last tokens, (n, D)."""
     prompts = [len(s) - _NUM_STEPS for s in sequences]
     device, rows, longest = sequences[0].device, len(sequences), max(prompts)
@@ -233,14 +233,14 @@ def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) ->
 
 
 def plain_example(actor: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> tuple[list[Tensor], list[Tensor], float]:
-    """Sequences, the hidden states of each from its last prompt token on by a plain forward, and how far those of a
-    cached one may be from them.
+    """Returns sequences, the hidden states of each from its last prompt token on in a plain forward, and a tolerance
+    for cached ones.
 
-    The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is
-    off by far more. Raises FloatingPointError where the states are not finite.
+    The tolerance relative to the largest hidden state is 1e-3 in fp32 and 5e-2 in 16 bits; the error of a wrong mask or
+    position is far larger. Raises FloatingPointError if the states are not finite.
     """
     config, longest = text_config(actor.model.config), max(lengths) + _NUM_STEPS
-    # without a pattern, and the same on every rank
+    # ids without a pattern, the same on every rank
     ids = torch.arange(len(lengths) * longest, device=next(actor.parameters()).device) * 7919 + 13
     rows = (ids % config.vocab_size).view(-1, longest)
     sequences = [row[: length + _NUM_STEPS] for row, length in zip(rows, lengths, strict=True)]
@@ -257,7 +257,7 @@ def plain_example(actor: Any, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> tupl
 
 
 def disagreement(cached: Callable[[], list[Tensor]], plain: list[Tensor], tolerance: float) -> str:
-    """Why what `cached` gives cannot stand for the plain states; '' where it can."""
+    """Returns why the states that `cached` computes differ from the plain ones, or ''."""
     try:
         states = cached()
     except torch.OutOfMemoryError:
@@ -269,8 +269,8 @@ def disagreement(cached: Callable[[], list[Tensor]], plain: list[Tensor], tolera
 
 
 def find_mask_form(actor: Any) -> MaskForm:
-    """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does,
-    FloatingPointError where the plain forward is not finite."""
+    """Returns the first mask form for which cached decode and plain forward agree. Raises ValueError if there is none,
+    FloatingPointError if the plain forward is not finite."""
     sequences, plain, tolerance = plain_example(actor)
     found = []
     for form in FORMS:
@@ -285,7 +285,7 @@ def find_mask_form(actor: Any) -> MaskForm:
 
 
 def _own_cache(actor: Any) -> str:
-    """What a model that does not decode from a `SlotCache` keeps instead, where that can be told; else ''."""
+    """Returns why a model cannot decode from a `SlotCache`, if known, or ''."""
     base, config = base_model(actor.model), text_config(actor.model.config)
     kinds = {str(kind) for kind in getattr(config, 'layer_types', None) or ()}
     other = sorted(kind for kind in kinds if kind not in ('full_attention', 'sliding_attention', 'chunked_attention'))
@@ -300,8 +300,8 @@ def _own_cache(actor: Any) -> str:
 
 
 def windows_disagree(actor: Any, windows: Windows, *, fixed: bool = False) -> str:
-    """Why decoding beyond the attention window does not give the states of a plain forward; '' where it does. fixed:
-    in steps of fixed shape."""
+    """Returns why decoding beyond the attention window differs from a plain forward, or ''. fixed: in steps of fixed
+    shape."""
     sequences, plain, tolerance = plain_example(actor, windows.example_lengths)
     slots = in_pages(max(map(len, sequences))) if fixed else 0
     cached = partial(_cached_states, actor, sequences, 'additive', windows=windows, slots=slots)
@@ -309,23 +309,22 @@ def windows_disagree(actor: Any, windows: Windows, *, fixed: bool = False) -> st
 
 
 def fixed_steps_disagree(actor: Any, mask_form: MaskForm) -> str:
-    """Why steps of fixed shape, which attend over more slots than there are tokens, do not give the states of a plain
-    forward; '' where they do. A model that cuts its window out by slots shows it where they are more than the
-    window."""
+    """Returns why steps of fixed shape, which attend over more slots than tokens, differ from a plain forward, or ''.
+    The check uses more slots than the window, to detect models that apply their window to slots."""
     windows = windows_of(text_config(actor.model.config))
     sequences, plain, tolerance = plain_example(actor)
-    # sequences within a window of whole pages have no more slots than it
+    # a window of whole pages has as many slots as the sequences within it
     slots = in_pages(max([size for size in (windows.sizes if windows else ()) if size % PAGE], default=1))
     return disagreement(partial(_cached_states, actor, sequences, mask_form, slots=slots), plain, tolerance)
 
 
 def in_pages(slots: int) -> int:
-    """So many slots or a few more: whole pages."""
+    """Rounds up to whole pages."""
     return -(-slots // PAGE) * PAGE
 
 
 def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionForm) -> str:
-    """Why decoding by this attention does not give the states of a plain forward; '' where it does."""
+    """Returns why decoding with this attention differs from a plain forward, or ''."""
     if mask_form != 'additive':
         return f'the model takes a {mask_form} mask'
     sequences, plain, tolerance = plain_example(actor)
