@@ -2,8 +2,9 @@
 
 The source folder is the repository's root, so that a relative link means the same here as where the repository is
 browsed. What only a site needs is added while a page is read: the tree of contents, out of the links of index.md and of
-a page that has a folder of its name beside it, and docstrings, under the headings of api.md. A link to a file that is no page leads to `REPOSITORY`, and is plain text
-while there is none. Nothing is fetched, and no page asks another host for anything.
+a page that has a folder of its name beside it, and docstrings, under the headings of api.md. A link to a file that is
+no page leads to `REPOSITORY`, and is plain text while there is none. Nothing is fetched, and no page asks another host
+for anything.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def contents(text: str) -> str:
 
 
 def contents_of_folder(page: str, text: str) -> str:
-    """The tree of contents of a page with a folder of its name: the folder's pages, in the order of the page's links."""
+    """The tree of contents of a page with a folder of its name: the pages of the folder, in the order of its links."""
     folder = Path(page).name
     linked = dict.fromkeys(re.findall(rf'\]\(({folder}/[^)#:]+)\.md', text))
     return '\n'.join(['```{toctree}', ':hidden:', '', *linked, '```', ''])

@@ -481,8 +481,8 @@ class ClassicPPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f'PPOTrainer.{name} is not served here; docs/coming_from/trl/names.md lists what is, and `trainer.inner` is '
-            'the PPOTrainer of this library behind it'
+            f'PPOTrainer.{name} is not served here; docs/coming_from/trl/names.md lists what is, and `trainer.inner` '
+            'is the PPOTrainer of this library behind it'
         )
 
 
