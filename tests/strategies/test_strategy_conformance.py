@@ -1,4 +1,4 @@
-"""Our strategies and that of docs/strategies/your_own.md pass the conformance suite; those with a planted fault do not."""
+"""Our strategies and that of docs/strategies/your_own.md pass the conformance suite; faulty ones do not."""
 
 from __future__ import annotations
 
