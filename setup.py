@@ -21,14 +21,13 @@ def version() -> str:
 
 
 class BuildWithPages(build_py):
-    """Puts the explanations of the doctor's findings, which are a page of the docs, into the package."""
+    """Puts the explanations of the doctor's findings, which are pages of the docs, into the package as one file."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            self.copy_file(
-                str(ROOT / 'docs' / 'doctor.md'), str(Path(self.build_lib, 'chatgpt/monitor/doctor/explanations.md'))
-            )
+            pages = [page.read_text('utf-8') for page in sorted((ROOT / 'docs' / 'doctor').glob('*.md'))]
+            Path(self.build_lib, 'chatgpt/monitor/doctor/explanations.md').write_text('\n'.join(pages), 'utf-8')
 
 
 # The distribution has a name of its own, for 'chatgpt' on PyPI is somebody else's package. What is imported is

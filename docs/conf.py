@@ -1,9 +1,10 @@
 """The docs site: `make docs` writes the pages of this repository, as they stand, to build/docs.
 
 The source folder is the repository's root, so that a relative link means the same here as where the repository is
-browsed. What only a site needs is added while a page is read: the tree of contents, out of the links of index.md, and
-docstrings, under the headings of api.md. A link to a file that is no page leads to `REPOSITORY`, and is plain text
-while there is none. Nothing is fetched, and no page asks another host for anything.
+browsed. What only a site needs is added while a page is read: the tree of contents, out of the links of index.md and of
+a page that has a folder of its name beside it, and docstrings, under the headings of api.md. A link to a file that is
+no page leads to `REPOSITORY`, and is plain text while there is none. Nothing is fetched, and no page asks another host
+for anything.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ def contents(text: str) -> str:
     return '\n\n'.join(parts)
 
 
+def contents_of_folder(page: str, text: str) -> str:
+    """The tree of contents of a page with a folder of its name: the pages of the folder, in the order of its links."""
+    folder = Path(page).name
+    linked = dict.fromkeys(re.findall(rf'\]\(({folder}/[^)#:]+)\.md', text))
+    return '\n'.join(['```{toctree}', ':hidden:', '', *linked, '```', ''])
+
+
 def docstrings(text: str) -> str:
     """api.md with the docstrings of a package's `__all__`, or of one function, after the heading that names it."""
 
@@ -94,6 +102,8 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
         source[0] += '\n' + contents(source[0])
     elif page == 'docs/api':
         source[0] = docstrings(source[0])
+    elif (ROOT / page).is_dir():
+        source[0] += '\n' + contents_of_folder(page, source[0])
 
 
 def plain_words(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:

@@ -25,8 +25,8 @@ CANNOT_RUN = {
     'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
     'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
-    'docs/strategies.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
-    'docs/strategies.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
+    'docs/strategies/your_own.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
+    'docs/strategies/your_own.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
 }
 RUN_ELSEWHERE = {'README.md: from copy import deepcopy': 'tests/test_docs.py runs it and reads what it logs'}
 

@@ -5,7 +5,7 @@
 
 bubblewrap (`bwrap`) gives each call its own namespaces: no network, no other processes, no environment variables, and
 of the file system only Python's library, read-only, and an empty folder in memory. Resource limits bound time, memory,
-files and processes. docs/environments.md lists what is guaranteed and what is not.
+files and processes. docs/environments/python.md lists what is guaranteed and what is not.
 """
 
 from __future__ import annotations

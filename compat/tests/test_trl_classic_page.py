@@ -1,4 +1,4 @@
-"""docs/coming_from/trl.md names every argument and says the numbers that were measured."""
+"""The pages of docs/coming_from about TRL name every argument and have the numbers that were measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from trl_page import PAGE, ROOT, rows
+from trl_page import PAGE, ROOT, rows, section
 
 from chatgpt_compat.trl import SERVED, pairs, sft
 from chatgpt_compat.trl.config import FATES, PPOConfig
@@ -38,7 +38,7 @@ def test_numbers() -> None:
 
 
 def test_names_of_the_table_are_served() -> None:
-    table = PAGE.split('## Name by name')[1].split('\n## ')[0]
+    table = section('Name by name')
     assert {'PPOTrainer', 'PPOConfig', 'create_reference_model'} <= set(re.findall(r'`(\w+)`', table))
     for name in re.findall(r'`(core\.\w+)`', table):
         assert name in SERVED

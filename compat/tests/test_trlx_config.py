@@ -30,7 +30,7 @@ from chatgpt_compat.trlx.pipeline import PromptPipeline, prompts_of, register_da
 from chatgpt_compat.trlx.rewards import RewardFunction, metric_function
 from chatgpt_compat.trlx.trainers import trainer_class_of
 
-PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'coming_from' / 'trlx.md'
+PAGES = sorted((Path(__file__).resolve().parents[2] / 'docs' / 'coming_from' / 'trlx').glob('*.md'))
 
 
 def test_update_takes_dotted_names_sections_and_bare_names():
@@ -106,8 +106,8 @@ def test_defaults_are_trlx_s():
 # ---------------------------------------------------------------------- what fields come to
 
 
-def test_every_name_field_and_statistic_is_on_the_page():
-    text, default = PAGE.read_text(), default_ppo_config()
+def test_every_name_field_and_statistic_is_on_a_page():
+    text, default = '\n'.join(page.read_text() for page in PAGES), default_ppo_config()
     kinds = [(s, type(getattr(default, s))) for s in config.SECTIONS] + [('method', ILQLConfig), ('method', SFTConfig)]
     there = {f'| `{section}.{name}` |' for section, kind in kinds for name in kind.names()}
     there |= {f'`{name}`' for name in (*SERVED, *INSTEAD)} | {f'| `{name}` |' for name in TRLX}

@@ -1,17 +1,23 @@
-"""Tables of docs/coming_from/trl.md."""
+"""Tables of docs/coming_from/trl.md and of the pages in docs/coming_from/trl."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / 'docs' / 'coming_from' / 'trl.md').read_text()
+_FOLDER = ROOT / 'docs' / 'coming_from'
+PAGE = '\n'.join(page.read_text() for page in [_FOLDER / 'trl.md', *sorted((_FOLDER / 'trl').glob('*.md'))])
 
 
-def rows(section: str) -> list[list[str]]:
+def section(title: str) -> str:
+    """The text under a heading of one of the pages, up to the next heading."""
+    return re.split(r'\n#{1,2} ', PAGE.split(f'\n## {title}\n')[1])[0]
+
+
+def rows(title: str) -> list[list[str]]:
     """The cells of a section's tables, without their heads."""
-    text = PAGE.split(f'\n## {section}\n')[1].split('\n## ')[0]
-    lines = [line for line in text.splitlines() if line.startswith('| ')]
+    lines = [line for line in section(title).splitlines() if line.startswith('| ')]
     return [[cell.strip() for cell in line.strip('|').split('|')] for line in lines[1:]]
 
 

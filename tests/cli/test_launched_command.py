@@ -39,14 +39,14 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path):
         return done.stdout
 
     tree = subprocess.run(
-        ['git', 'ls-files', 'chatgpt', 'docs/doctor.md', '*.md', '*.py', '*.toml', 'LICENSE', 'MANIFEST.in'],
+        ['git', 'ls-files', 'chatgpt', 'docs/doctor', '*.md', '*.py', '*.toml', 'LICENSE', 'MANIFEST.in'],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
         check=True,
     ).stdout.split()
     for name in tree:  # a copy: building leaves a folder behind
-        if name.startswith(('chatgpt/', 'docs/doctor.md')) or '/' not in name:
+        if name.startswith(('chatgpt/', 'docs/doctor/')) or '/' not in name:
             (tmp_path / 'source' / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / 'source' / name).write_bytes((ROOT / name).read_bytes())
     build = ['wheel', '.', '--no-deps', '--no-build-isolation', '--no-index', '--wheel-dir', str(tmp_path / 'wheels')]

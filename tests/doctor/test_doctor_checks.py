@@ -301,6 +301,8 @@ def test_every_check_has_a_case_and_a_section_with_what_why_and_what_to_change()
     assert {name.split(',')[0] for name in CASES} == set(CHECKS) == set(explanations())
     for text in explanations().values():
         assert all(f'\n{word}: ' in f'\n{text}' for word in ('Seen', 'Why', 'Change', 'Source'))
+    listed = (Path(__file__).resolve().parents[2] / 'docs' / 'doctor.md').read_text()
+    assert [key for key in CHECKS if key not in listed] == []
 
 
 @pytest.mark.parametrize('base', [HEALTHY, RM, SFT], ids=['PPO', 'reward model', 'SFT'])

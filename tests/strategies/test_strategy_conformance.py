@@ -1,5 +1,4 @@
-"""The library's strategies and that of docs/strategies.md pass the conformance suite; those with planted faults
-fail."""
+"""Our strategies and that of docs/strategies/your_own.md pass the conformance suite; faulty ones do not."""
 
 from __future__ import annotations
 
@@ -169,15 +168,16 @@ def test_ddp_and_fsdp_on_two_processes_and_planted_faults():
             assert text.startswith(('ConformanceError', 'CheckpointError')), (key, text)
 
 
-# ---------------------------------------------------------------- the strategy in docs/strategies.md
+# ---------------------------------------------------------------- the strategy of docs/strategies/your_own.md
 
 
 ROOT = Path(__file__).parents[2]
 
 
 def shown_files() -> dict[str, str]:
-    """Returns the Python blocks of the page by the file names in their first lines."""
-    blocks = re.findall(r'```python\n(# (\S+\.py).*?)```', (ROOT / 'docs' / 'strategies.md').read_text(), re.DOTALL)
+    """The Python blocks of the page by the file name in their first line."""
+    page = (ROOT / 'docs' / 'strategies' / 'your_own.md').read_text()
+    blocks = re.findall(r'```python\n(# (\S+\.py).*?)```', page, re.DOTALL)
     return {name: code for code, name in blocks}
 
 

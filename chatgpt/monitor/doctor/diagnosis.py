@@ -65,14 +65,15 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 COPY = Path(__file__).with_name('explanations.md')
 """written by setup.py when the package is built"""
-PAGE = Path(__file__).resolve().parents[3] / 'docs' / 'doctor.md'
+PAGES = Path(__file__).resolve().parents[3] / 'docs' / 'doctor'
 
 
 @cache
 def explanations() -> dict[str, str]:
-    """Returns the explanations by key of a finding, in the order of the page, without the targets of links."""
-    text = (COPY if COPY.is_file() else PAGE).read_text(encoding='utf-8')
-    sections = re.findall(r'^### (\S+)\n(.*?)(?=^##)', text, re.MULTILINE | re.DOTALL)
+    """Returns the explanations by key of a finding, in the order of the pages, without the targets of links."""
+    pages = [COPY] if COPY.is_file() else sorted(PAGES.glob('*.md'))
+    text = '\n'.join(page.read_text(encoding='utf-8') for page in pages)
+    sections = re.findall(r'^### (\S+)\n(.*?)(?=^#|\Z)', text, re.MULTILINE | re.DOTALL)
     return {key: re.sub(r'\[([^\]]+)\]\([^)]+\)', r'\1', section).strip() for key, section in sections}
 
 

@@ -1,5 +1,5 @@
 """Arguments of TRL's config classes: which cannot be honoured, the check that nothing is ignored in silence, and what
-the common ones become in `train()`. docs/coming_from/trl.md says it of each.
+the common ones become in `train()`. docs/coming_from/trl/ has pages of them.
 
 `TrainingArguments` has the fields of transformers' class of that name which scripts give to TRL's configs; importing
 that one would take seconds and accelerate.

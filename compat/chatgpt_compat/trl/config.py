@@ -95,7 +95,7 @@ FATES: dict[Era, dict[str, Entry]] = {
 
 @dataclass(kw_only=True)
 class PPOConfig(TrainingArguments):
-    """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12; docs/coming_from/trl.md says what each does.
+    """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12; docs/coming_from/trl/ says what each does.
 
     What is None by default takes the value of the era (`DEFAULTS`): that of the arguments given, until a trainer is
     made with it.

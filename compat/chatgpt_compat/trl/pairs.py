@@ -43,7 +43,7 @@ OF_DPO = {
 
 @dataclass(kw_only=True)
 class DPOConfig(OfflineArguments):
-    """Arguments of `DPOTrainer`; docs/coming_from/trl.md says what each does."""
+    """Arguments of `DPOTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
 
     learning_rate: float = 1e-6
     beta: float = 0.1
@@ -147,7 +147,7 @@ class DPOTrainer(OfflineLaterTrainer):
 
 @dataclass(kw_only=True)
 class RewardConfig(OfflineArguments):
-    """Arguments of `RewardTrainer`; docs/coming_from/trl.md says what each does."""
+    """Arguments of `RewardTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
 
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None

@@ -344,7 +344,7 @@ class ClassicPPOTrainer:
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
         """One learning phase on `batch_size` scored responses of this process; TRL's statistics, which
-        docs/coming_from/trl.md lists. Raises ValueError for what is no list of so many tensors.
+        docs/coming_from/trl/statistics.md lists. Raises ValueError for what is no list of so many tensors.
 
         Args:
             queries, responses: int64 tensors, (P,) and (A,); responses of an encoder-decoder may begin with its start
@@ -481,8 +481,8 @@ class ClassicPPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and `trainer.inner` is the '
-            'PPOTrainer of this library behind it'
+            f'PPOTrainer.{name} is not served here; docs/coming_from/trl/names.md lists what is, and `trainer.inner` '
+            'is the PPOTrainer of this library behind it'
         )
 
 

@@ -29,7 +29,7 @@ OF_SFT = {
 
 @dataclass(kw_only=True)
 class SFTConfig(OfflineArguments):
-    """Arguments of `SFTTrainer`; docs/coming_from/trl.md says what each does."""
+    """Arguments of `SFTTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
 
     learning_rate: float = 2e-5
     max_seq_length: int | None = None

@@ -1,7 +1,7 @@
 """trlX's programs on this library: `trlx.train` and its config objects.
 
-`SERVED` says where each name lives, `INSTEAD` what to write for those that are not served; docs/coming_from/trlx.md has
-the same, name by name.
+`SERVED` says where each name lives, `INSTEAD` what to write for those that are not served;
+docs/coming_from/trlx/names.md has the same, name by name.
 """
 
 from __future__ import annotations

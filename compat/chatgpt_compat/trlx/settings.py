@@ -1,4 +1,4 @@
-"""What each field of trlX's config comes to here; docs/coming_from/trlx.md says it of every one.
+"""What each field of trlX's config comes to here; docs/coming_from/trlx/fields.md lists them.
 
 A field that cannot be followed is a ValueError or a warning that names it. Left out: the config objects (`config`), and
 building trainers (`trainers`).
