@@ -1,13 +1,13 @@
-"""docs/models.md: what works for each model type of transformers, by the checks of tests/families, and how fast the local
-engine is beside `model.generate`, on equal work: a model type 256 wide, on one thread.
+"""docs/results/model_types.md and the table of docs/models.md: what works for each model type of transformers, by the
+checks of tests/families, and the speed of the local engine beside `model.generate`.
 
     python benchmarks/models.py llama mixtral
-    python benchmarks/models.py --json found.json --page docs/models.md
-    python benchmarks/models.py --json found.json --speed llama mixtral --page docs/models.md
+    python benchmarks/models.py --json found.json --pages
+    python benchmarks/models.py --json found.json --speed llama mixtral --pages
 
-For speed both draw the same number of tokens for the same prompts, turn by turn, and CPU seconds are compared pair by
-pair, so that a machine that is busy with something else slows both. There are as many pairs as it takes to tell which
-of the two is faster.
+For speed both generate the same number of tokens for the same prompts in turns, with a model 256 wide on one thread, and
+CPU seconds are compared pair by pair, so that other load on the machine slows both. Pairs are added until it is clear
+which of the two is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness import Results, cpu_seconds, generate, markdown, script_parser, write_json, write_page
+from harness import PAGES, Results, cpu_seconds, generate, markdown, script_parser, write_json, write_page
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests/families'))
@@ -75,14 +75,13 @@ def speed(model_type: str) -> float:
 
 
 def differs_from_one(ratios: list[float]) -> bool:
-    """Whether those above 1 are further from half of all than two standard deviations of as many throws of a coin."""
+    """Returns True if the count of ratios above 1 is over two standard deviations of a fair coin away from half."""
     return abs(sum(ratio > 1 for ratio in ratios) - len(ratios) / 2) > math.sqrt(len(ratios))
 
 
 def check_speed(model_type: str) -> dict[str, str]:
-    """CPU seconds of `model.generate` divided by those of the local engine, for as many tokens of a model 256 wide, on
-    one thread: the median of 9 pairs, of up to 45 where it is near 1, on a machine that others used too. A cross: the
-    local engine refuses the model."""
+    """CPU seconds of `model.generate` divided by those of the local engine, for the same number of tokens of a model 256
+    wide, on one thread: the median of 9 pairs, up to 45 where it is near 1. ✗: the local engine refuses the model."""
     transformers.logging.set_verbosity_error()
     try:
         return {SPEED: f'ok: {speed(model_type):.2f}'}
@@ -91,7 +90,7 @@ def check_speed(model_type: str) -> dict[str, str]:
 
 
 def tables(found: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Of the page, by their names."""
+    """The generated parts of both pages, by name."""
     found = dict(sorted(found.items()))
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
     useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no:')}
@@ -110,15 +109,37 @@ def tables(found: dict[str, dict[str, str]]) -> dict[str, str]:
     lists = {'refused': sorted(refused), 'crashes': with_outcome('CRASH'), 'wrong': with_outcome('WRONG')}
     lists['left_out'] = sorted(left_out + with_outcome('none'))
     return {
-        'version': f'What was found for each model type of transformers {transformers.__version__} that has a causal language model, with tiny random weights on a CPU.',
+        'version': f'Each model type of transformers {transformers.__version__} that has a causal language model, with tiny random weights on a CPU.',
+        'limits': limits(tried, useful),
         'columns': markdown('column | what is compared', about.items()),
         'works': markdown(['model type', *about], rows),
         **{name: '\n'.join(lines) or 'Nothing.' for name, lines in lists.items()},
     }
 
 
+LIMITS = {
+    'local': "the local engine; `engine='hf'` generates",
+    'hf': 'generating, by any engine',
+    'LoRA': 'LoRA on all linear layers',
+    'PEFT': "adapters in PEFT's format",
+    'hydra': 'hydra (`num_layers_unfrozen`)',
+    'checkpointing': 'gradient checkpointing',
+}
+
+
+def limits(tried: dict[str, dict[str, str]], useful: dict[str, dict[str, str]]) -> str:
+    """The table of docs/models.md: by check, the model types that it refuses."""
+    refused = {name: [k for k, checks in useful.items() if checks[name].startswith('no:')] for name in CHECKS}
+    full = len(useful) - len({kind for kinds in refused.values() for kind in kinds})
+    rows = [(LIMITS.get(name, name), ', '.join(kinds)) for name, kinds in refused.items() if kinds]
+    rows += [('an actor, critic or reward model', ', '.join(kind for kind in tried if kind not in useful))]
+    return (
+        f'{full} of {len(tried)} model types work with everything.\n\n{markdown("not available | model types", rows)}'
+    )
+
+
 def _speed(checks: dict[str, str]) -> str:
-    """A ratio, or what the local engine's own cell says of an engine that is refused."""
+    """The ratio, or the cell of the local engine where it refuses the model."""
     return cell(checks['local'] if checks['local'].startswith('no:') else checks.get(SPEED, 'none'))
 
 
@@ -129,9 +150,9 @@ def _reason(text: str) -> str:
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument('types', nargs='*', help='model types; all of them unless given')
-    parser.add_argument('--page', type=Path, help='the page of models, whose tables are written')
-    parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
-    parser.add_argument('--speed', action='store_true', help='measure speed instead, of those checked before')
+    parser.add_argument('--pages', action='store_true', help='write the tables of both pages')
+    parser.add_argument('--json', type=Path, help='add the results to this file, and skip the types that it has')
+    parser.add_argument('--speed', action='store_true', help='measure the speed of types that were checked before')
     args = parser.parse_args()
     torch.set_num_threads(1)
     with suppress(Exception):  # for all types, which are processes of their own; where there is none, its check says so
@@ -151,8 +172,10 @@ def main() -> None:
         print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
         if args.json:
             write_json(args.json, dict(sorted(found.items())))
-    if args.page:
-        write_page(args.page, **tables(found))
+    if args.pages:
+        parts = tables(found)
+        write_page(PAGES.parent / 'models.md', limits=parts.pop('limits'))
+        write_page('model_types.md', **parts)
 
 
 if __name__ == '__main__':

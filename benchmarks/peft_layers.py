@@ -1,4 +1,4 @@
-"""Our adapted layers and PEFT's: bits, names, models, seconds and memory, as a table of docs/algorithms/ppo.md."""
+"""Bits, names, models, seconds and memory of our adapted layers and of PEFT's, for docs/results/peft_layers.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from harness import ROOT, alternate, child, cpu_seconds, gpt2, markdown, process_memory, write_page
+from harness import alternate, child, cpu_seconds, gpt2, markdown, process_memory, write_page
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def main() -> None:
     for key, what in (('s', 'CPU seconds of a step'), ('MiB', 'peak of resident memory, MiB')):
         rows[f'GPT-2 of 3.3 million, rank 8: {what}'] = [f'{median(m[key] for m in found[way]):.3g}' for way in WAYS]
     table = markdown(['', *WAYS], [[name, *cells] for name, cells in rows.items()])
-    write_page(ROOT / 'docs' / 'algorithms' / 'ppo.md', PEFT_LAYERS=table)
+    write_page('peft_layers.md', PEFT_LAYERS=table)
 
 
 if __name__ == '__main__':

@@ -3,7 +3,7 @@ peak in each phase, and the longest sequence. Nothing is loaded and nothing is r
 
     python benchmarks/seventy_b.py --page
 
-The numbers are kept (--json) and taken up again. Left out: speed.
+Numbers that the file of --json has are not planned again. Speed is not planned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHOWN, LENGTHS = 2048, (2048, 4096, 8192, 16384, 32768)
 
 
 def setup_of(method: str, layout: str, gpus: int, tokens: int, elsewhere: bool) -> Setup | None:
-    """None for a layout that changes nothing, or does not exist, there."""
+    """Returns None for a layout that changes nothing or does not exist for the method."""
     config, options, where = LlamaConfig(**SHAPE), dict(METHODS[method]), dict(LAYOUTS[layout])
     parts, frozen = where.pop('tensor_parallel', 1), options.pop('frozen', False)
     if 'offload' in where and not (frozen or not options.get('lora_rank')):
@@ -84,7 +84,7 @@ def setup_of(method: str, layout: str, gpus: int, tokens: int, elsewhere: bool) 
 
 
 def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
-    """Peaks at SHOWN tokens with rollouts here and elsewhere, and the longest length of each that fits."""
+    """Returns the peaks at SHOWN tokens with rollouts here and elsewhere, and the longest length of each that fits."""
     found: dict[str, Any] = {}
     for name in ('here', 'elsewhere'):
         setup = setup_of(method, layout, gpus, SHOWN, name == 'elsewhere')
@@ -129,6 +129,8 @@ def fits_table(numbers: dict[str, Any], gpus: int) -> str:
 
 
 def memory_table(numbers: dict[str, Any], gpus: int) -> str:
+    """The layouts that fit with responses here or elsewhere."""
+
     def marked(size: float | None, limit: float = 0.95 * DEVICE) -> str:
         if size is None:
             return '-'
@@ -137,7 +139,7 @@ def memory_table(numbers: dict[str, Any], gpus: int) -> str:
     rows = []
     for method, layout in product(METHODS, LAYOUTS):
         found = numbers.get(f'{gpus}, {method}, {layout}')
-        if found:
+        if found and any(plan['longest'] for plan in found.values()):
             one = (found.get('here') or found['elsewhere'])['phases']
             collects = [
                 found[where]['phases']['collect'] if where in found else None for where in ('here', 'elsewhere')
@@ -152,7 +154,7 @@ def memory_table(numbers: dict[str, Any], gpus: int) -> str:
 
 def main() -> None:
     parser = script_parser(__doc__, 'seventy_b.md')
-    parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='taken up again if there')
+    parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='the numbers; those that it has are kept')
     args = parser.parse_args()
     results = Results(args.json)
     for gpus, method, layout in product(GPUS, METHODS, LAYOUTS):

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / 'docs'
 PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted(DOCS.rglob('*.md'))]
+METRICS = '\n'.join(page.read_text() for page in sorted(DOCS.glob('metrics*.md')))
 ALGORITHMS = sorted((DOCS / 'algorithms').glob('*.md'))
 
 
@@ -59,7 +60,7 @@ def test_a_page_of_an_algorithm_has_settings_that_exist_and_metrics_that_are_doc
     metrics = re.findall(
         r'`((?:rollout|environment|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics']
     )
-    known = (DOCS / 'metrics.md').read_text()
+    known = METRICS
     assert [name for name in metrics if f'`{name.removesuffix("...")}' not in known] == []
 
 
@@ -81,7 +82,7 @@ def test_the_quickstart_runs_as_printed_and_logs_only_what_is_documented(tmp_pat
         exec(compile(block.replace("'gpt2'", "'model'"), 'README.md', 'exec'), {'__name__': 'readme'})
     lines = [json.loads(line) for line in Path('outputs/quickstart/metrics.jsonl').read_text().splitlines()]
     assert [line.pop('step') for line in lines] == [1, 2]
-    documented = set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', (DOCS / 'metrics.md').read_text()))
+    documented = set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', METRICS))
     for line in lines:
         assert not set(line) - documented
         assert all(value is not None and math.isfinite(value) for value in line.values())

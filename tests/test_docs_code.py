@@ -22,9 +22,9 @@ PAGES = ['README.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').
 CANNOT_RUN = {
     "docs/publishing.md: trainer.push_to_hub('my-team/words'": 'uploads; tests/publish/test_push_runs.py does so, to a '
     'hub on this machine',
-    'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
+    'docs/workers.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
-    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
+    'docs/vllm.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
     'docs/strategies/your_own.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
     'docs/strategies/your_own.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
 }

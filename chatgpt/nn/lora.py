@@ -6,7 +6,7 @@ under the same names, next to `lora_A` and `lora_B`. loralib's own layers merge 
 and subtract it on `train()`, which rounds; these do not. `merge_lora` merges, and `unmerge_lora` restores the saved
 weight exactly; while merged, `state_dict()` still contains the base weight.
 
-PEFT's file format is in `chatgpt.nn.peft_format`; docs/algorithms/ppo.md measures why its layers are not used.
+PEFT's file format is in `chatgpt.nn.peft_format`; docs/results/peft_layers.md compares its layers with these.
 """
 
 from __future__ import annotations

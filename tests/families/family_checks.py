@@ -2,7 +2,7 @@
 
 A check returns nothing or a remark, or raises. A ValueError of the library that names the model or its folder is a
 refusal; anything else is a crash or a wrong number.
-`benchmarks/models.py` makes docs/models.md of them.
+`benchmarks/models.py` makes docs/results/model_types.md of them.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ def same(got: Tensor, want: Tensor, tolerance: float = 1e-3) -> None:
 
 @torch.no_grad()
 def forward(family: Family) -> str:
-    """An actor's log-probs, in a batch of several lengths, are transformers' own of each sequence alone."""
+    """The actor's log-probs in a batch of several lengths equal those of transformers for each sequence alone."""
     same(family.actor(collate(sequences())).logprobs, torch.cat(family.plain))
     return 'packed' if packs(base_model(family.actor.model)) else 'padded'
 
 
 @torch.no_grad()
 def meta(family: Family) -> str:
-    """Weights that come later, as under FSDP, are the weights."""
+    """A model built on the meta device, as under FSDP, gets the same weights later."""
     with torch.device('meta'):
         later = AutoActor(family.folder)
     got, checked = dict(initial_tensors(later)), set()
@@ -144,12 +144,12 @@ def _tensors(model: Any) -> list[tuple[str, Tensor]]:
 
 
 def critic(family: Family) -> str:
-    """A value does not depend on its company."""
+    """A value does not depend on the other sequences of the batch."""
     return _alone(AutoCritic(family.folder).eval())
 
 
 def reward_model(family: Family) -> str:
-    """A score does not depend on its company."""
+    """A score does not depend on the other sequences of the batch."""
     return _alone(AutoRM(family.folder).eval())
 
 
@@ -161,12 +161,12 @@ def _alone(model: Any) -> str:
 
 
 def hf(family: Family) -> str:
-    """The hf engine's log-probs are the actor's."""
+    """The hf engine's log-probs equal the actor's."""
     return _engine(family, HFEngine())
 
 
 def local(family: Family) -> str:
-    """The local engine's log-probs are the actor's, in every form of decoding that the model takes."""
+    """The local engine's log-probs equal the actor's, in every form of decoding that the model supports."""
     remark = _engine(family, LocalEngine(fixed_steps=False))
     for form in ({'fixed_steps': True}, {'attention': 'grouped'}, {'fixed_steps': 'compiled'}):
         try:
@@ -212,7 +212,7 @@ def _engine(family: Family, engine: Any) -> str:
 
 @torch.no_grad()
 def hydra(family: Family) -> str:
-    """With the top block trained, the reference is the model as it was, also from the policy's own pass."""
+    """With the top block trained, the reference equals the initial model, also from the policy's own forward."""
     actor, batch = AutoActor(family.folder, num_layers_unfrozen=1).eval(), collate(sequences())
     g = torch.Generator().manual_seed(5)
     for parameter in actor.parameters():
@@ -228,7 +228,7 @@ def hydra(family: Family) -> str:
 
 @torch.no_grad()
 def lora(family: Family) -> str:
-    """New adapters change nothing; folded in they are what they were beside the weights."""
+    """New adapters change no output; folded into the weights they give the same output as beside them."""
     actor = deepcopy(family.actor)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter('always')
@@ -252,8 +252,7 @@ def _draw_adapters(actor: Any) -> None:
 
 @torch.no_grad()
 def peft(family: Family) -> str:
-    """Adapters whose B is drawn, and not 0, are written by `export_peft` and read by `PeftModel` beside the base's
-    folder: the logits are the actor's, within 1e-4."""
+    """Adapters with random B, written by `export_peft` and read by `PeftModel`, give the actor's logits within 1e-4."""
     try:
         from peft import PeftModel
     except Exception as error:  # it may be too old or too new for this transformers, too
@@ -274,7 +273,7 @@ def peft(family: Family) -> str:
 
 @torch.no_grad()
 def saving(family: Family) -> str:
-    """What is written loads in transformers, with the same logits."""
+    """A saved model loads in transformers and gives the same logits."""
     with tempfile.TemporaryDirectory() as folder:
         family.actor.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -285,7 +284,7 @@ def saving(family: Family) -> str:
 
 @torch.no_grad()
 def bf16(family: Family) -> str:
-    """A copy in bf16, as rollouts use it, gives finite numbers near those in fp32."""
+    """A bf16 copy, as used for generating, gives finite numbers near those in fp32."""
     from chatgpt.strategies.copies import cast_copy
 
     got = cast_copy(family.actor, torch.bfloat16).eval()(collate(sequences())).logprobs.float()
@@ -294,7 +293,7 @@ def bf16(family: Family) -> str:
 
 
 def checkpointing(family: Family) -> str:
-    """Gradient checkpointing changes no gradient, whatever dropouts the config has."""
+    """Gradient checkpointing changes no gradient, with any dropout of the config."""
     gradients = []
     for checkpoint in (False, True):
         actor = AutoActor(family.folder, checkpoint=checkpoint).train()
@@ -386,7 +385,7 @@ def line_of(error: Exception) -> str:
     return (text if in_own_words else f'{type(error).__name__}: {text}')[:500]
 
 
-# ---------------------------------------------------------------- the table of docs/models.md
+# ---------------------------------------------------------------- the table of docs/results/model_types.md
 
 
 def cells(checks: dict[str, str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Every model type of transformers works or is refused by name (docs/models.md); a few of them in each run of the
-tests."""
+"""Every model type of transformers works or is refused by name (docs/results/model_types.md); each run tries a few of
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = ('gpt2', 'llama', 'gemma2', 'mixtral', 'zamba2', 'cpmant')
 """the usual, a head of its own, experts, a recurrent state, and one that is refused"""
 THIS_VERSION = f'of transformers {transformers.__version__} '
 """on a page whose cells hold for the one that is installed"""
-MODELS_PAGE = Path(__file__).parents[2] / 'docs/models.md'
+MODELS_PAGE = Path(__file__).parents[2] / 'docs/results/model_types.md'
 
 
 @pytest.mark.parametrize('model_type', QUICK)

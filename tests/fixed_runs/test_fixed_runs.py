@@ -37,9 +37,9 @@ def test_a_run_learns_something(name):
 
 @pytest.mark.parametrize('name', [*FEW, *LOGGED])
 def test_every_metric_of_a_run_has_its_formula(name):
-    """On docs/metrics.md; an evaluation's own numbers have the names that its function gives."""
-    page = (Path(__file__).resolve().parents[2] / 'docs' / 'metrics.md').read_text()
-    documented = set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', page))
+    """On a page of metrics; an evaluation's own numbers have the names that its function gives."""
+    pages = (Path(__file__).resolve().parents[2] / 'docs').glob('metrics*.md')
+    documented = {m for page in pages for m in re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', page.read_text())}
     logged = {key.split()[-1] for key in recorded(name) if key.startswith('phase ')}
     assert len(logged) > 2
     common = ('grad_norm', 'grad_norm_max', 'lr', 'epoch')  # described once, under sft/

@@ -1,4 +1,4 @@
-"""Writes chatgpt/monitor/report/assets/metrics.json from docs/metrics.md: python tests/report/metric_names.py"""
+"""Writes chatgpt/monitor/report/assets/metrics.json from the pages of metrics: python tests/report/metric_names.py"""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 ASSET = ROOT / 'chatgpt' / 'monitor' / 'report' / 'assets' / 'metrics.json'
 
 
-def read_names(page: str) -> dict[str, list[str]]:
-    """Returns {metric: [unit, meaning]} of the page's tables, without those of other systems' names."""
+PAGES = [ROOT / 'docs' / 'metrics.md', ROOT / 'docs' / 'metrics_offline.md']
+
+
+def read_names() -> dict[str, list[str]]:
+    """Returns {metric: [unit, meaning]} of the tables of the pages."""
     found = {}
-    for line in page.split('\n## For those who come from')[0].splitlines():
+    for line in '\n'.join(page.read_text() for page in PAGES).splitlines():
         cells = [cell.strip() for cell in re.split(r'(?<!\\)\|', line.strip().strip('|'))]
         names = re.findall(r'`([a-z_]+(?:/[a-zA-Z_0-9]+)+)`', cells[0])
         if not line.startswith('|') or len(cells) != 3 or not names:
@@ -29,4 +32,4 @@ def text_of(names: dict[str, list[str]]) -> str:
 
 
 if __name__ == '__main__':
-    ASSET.write_text(text_of(read_names((ROOT / 'docs' / 'metrics.md').read_text())))
+    ASSET.write_text(text_of(read_names()))
