@@ -78,8 +78,8 @@ NAMES: dict[str, Name] = {
     **_names('transformers.utils', 'transformers 5', f'{_HERE}:not_available', 'is_tf_available is_flax_available'),
     **_names('transformers', 'transformers 4.41', f'{_HERE}:not_available', 'is_torch_tpu_available'),
     **_names('transformers.modeling_utils', 'transformers 5', 'transformers.initialization:', 'no_init_weights'),
-    **_names('peft', 'peft 0.10', 'peft:prepare_model_for_kbit_training', 'prepare_model_for_int8_training'),
-    **_names('peft.utils', 'peft 0.10', 'peft:prepare_model_for_kbit_training', 'prepare_model_for_int8_training'),
+    **_names('peft', 'peft 0.10', f'{_HERE}:', 'prepare_model_for_int8_training'),
+    **_names('peft.utils', 'peft 0.10', f'{_HERE}:', 'prepare_model_for_int8_training'),
     'peft.utils.config': Name('peft 0.5', f'{_HERE}:peft_config_module'),
     'transformers.deepspeed': Name('transformers 5', 'transformers.integrations.deepspeed:'),
     'transformers.generation_utils': Name('transformers 4.25', 'transformers.generation.utils:'),
@@ -123,10 +123,15 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     },
     'transformers.Trainer': {'tokenizer': Argument('transformers 5', 'processing_class')},
     'transformers.PreTrainedModel.from_pretrained': {'use_auth_token': _TOKEN, **_QUANTIZED},
-    'transformers.models.auto.auto_factory._BaseAutoModelClass.from_pretrained': {'use_auth_token': _TOKEN},
+    'transformers.models.auto.auto_factory._BaseAutoModelClass.from_pretrained': {
+        'use_auth_token': _TOKEN,
+        **_QUANTIZED,
+    },
     'transformers.AutoConfig.from_pretrained': {'use_auth_token': _TOKEN},
     'transformers.AutoTokenizer.from_pretrained': {'use_auth_token': _TOKEN},
     'transformers.PreTrainedTokenizerBase.from_pretrained': {'use_auth_token': _TOKEN},
+    'transformers.PreTrainedModel.push_to_hub': {'use_auth_token': _TOKEN},
+    'transformers.PreTrainedTokenizerBase.push_to_hub': {'use_auth_token': _TOKEN},
     'datasets.load_dataset': {
         'use_auth_token': Argument('datasets 3', 'token'),
         'ignore_verifications': Argument('datasets 3'),
@@ -383,6 +388,18 @@ def given_back() -> Iterator[None]:
 def not_available(*_: Any, **__: Any) -> bool:
     """False: the package is supported no more."""
     return False
+
+
+def prepare_model_for_int8_training(
+    model: Any,
+    output_embedding_layer_name: str = 'lm_head',
+    use_gradient_checkpointing: bool = True,
+    layer_norm_names: Any = (),
+) -> Any:
+    """`peft.prepare_model_for_kbit_training`; the names of layers are not needed, since weights are loaded whole."""
+    from peft import prepare_model_for_kbit_training
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=use_gradient_checkpointing)
 
 
 def peft_config_module() -> ModuleType:
