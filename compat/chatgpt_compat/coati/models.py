@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from chatgpt import nn as ours
-from chatgpt.nn.lora import convert_to_lora
 
 LORA_MANAGER = SimpleNamespace(merge_weights=False)
 """`merge_weights` has no effect: whatever is saved has the adapters merged"""
@@ -45,7 +44,7 @@ def get_base_model(model: Any) -> Any:
 def convert_to_lora_module(module: Any, lora_rank: int, lora_train_bias: str = 'none') -> Any:
     """The module with adapters of `lora_rank`, in place; without adapters for 0."""
     if lora_rank > 0:
-        convert_to_lora(module, lora_rank, train_bias=lora_train_bias)
+        ours.add_lora(module, lora_rank, lora_train_bias)
     return module
 
 
