@@ -4,9 +4,10 @@
     python -m chatgpt_compat check script.py [MORE.py ...]
     torchrun --nproc-per-node=2 -m chatgpt_compat run script.py [ARGUMENTS of the script]
 
-run: `import trl`, `import trlx` and what ColossalAI's `chatgpt` had are served by this library, and the rest by the
-package of that name that is installed, if there is one. check: runs nothing; lists every such name with its line,
-served or not, and what to write instead; exit code 0 if all are served, 1 if not, 2 for a file that is no Python.
+run: `import trl`, `import trlx`, `import coati` and what ColossalAI's `chatgpt` had are served by this library, and the
+rest by the package of that name that is installed, if there is one. check: runs nothing; lists every such name with its
+line, served or not, and what to write instead, and every import that is missing here; exit code 0 if nothing is
+missing, 1 if something is, 2 for a file that is no Python.
 docs/compat.md.
 """
 

@@ -1,19 +1,28 @@
-"""What a script uses of other systems, found without running it: imports, attributes through aliases, and the keywords
-of calls.
+"""What a script needs, found without running it: names of other systems, every import, attributes of what it imports
+and of objects that it makes, and the keywords of calls.
 
-Left out: methods of objects, and names that are put together while the script runs.
+The imports are those of the environment as it is, with the tables of dropped names. Does not follow names that are put
+together while the script runs; imports of packages that are only reached under a condition are listed and do not count.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import inspect
+import sys
+import textwrap
 import tokenize
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from chatgpt.names import hint
+from chatgpt_compat import dropped
 from chatgpt_compat.modules import installed
 from chatgpt_compat.tables import SYSTEMS, System, load, system_of
 
@@ -129,7 +138,7 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
     for use in script_uses:
         system, name, target = use.system, use.name, use.system.served.get(use.name)
         module, _, attribute = name.rpartition('.')
-        if not system.replaces and (target is not None or not name) and installed(system.package) is not None:
+        if not system.replaces and installed(system.package) is not None and _has(system.package, name):
             target, what = None, f'the installed {system.package} has it'
         elif target is not None:
             what = f'served by {target}'
@@ -147,6 +156,12 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
             yield from _keywords(use, target)
 
 
+def _has(package: str, name: str) -> bool:
+    """Whether an installed package has a name, or imports at all for ''."""
+    module, _, attribute = f'{package}.{name}'.rstrip('.').rpartition('.')
+    return resolve(module, attribute)[0] is not None if module else _module(attribute)[0] is not None
+
+
 def _keywords(use: Use, target: str) -> Iterator[Finding]:
     """Keywords that what is called does not take; none where it takes any, or does not say."""
     try:
@@ -161,18 +176,341 @@ def _keywords(use: Use, target: str) -> Iterator[Finding]:
             yield Finding(line, f'{use.full}({keyword}=)', False, f'not a parameter{hint(keyword, known)}')
 
 
+# ---------------------------------------------------------------------- every other import
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import of a package that is no other system: `name` of `module`, or the module itself for ''."""
+
+    line: int
+    module: str
+    name: str
+    bound: str
+    """what the script calls it"""
+    optional: bool
+    """under `try` with a handler of ImportError, or a condition"""
+
+
+def imports(tree: ast.Module) -> Iterator[Import]:
+    """Every absolute import of a script except those of other systems and of type checkers."""
+    yield from _imports(tree.body, optional=False)
+
+
+def _imports(body: Sequence[ast.stmt], optional: bool) -> Iterator[Import]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.partition('.')[0]
+                yield Import(
+                    node.lineno, alias.name, '', bound if alias.asname or '.' not in alias.name else '', optional
+                )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                yield Import(node.lineno, node.module or '', alias.name, alias.asname or alias.name, optional)
+        elif isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            if 'TYPE_CHECKING' not in test:
+                yield from _imports(node.body, optional or '__name__' not in test)
+            yield from _imports(node.orelse, True)
+        elif isinstance(node, ast.Try):
+            caught = {n for h in node.handlers for n in _names_of(h.type)}
+            is_caught = not caught.isdisjoint({'', 'ImportError', 'ModuleNotFoundError', 'Exception', 'BaseException'})
+            yield from _imports(node.body, optional or is_caught)
+            for handler in node.handlers:
+                yield from _imports(handler.body, True)
+            yield from _imports([*node.orelse, *node.finalbody], optional)
+        else:
+            for inner in ('body', 'orelse'):
+                if isinstance(below := getattr(node, inner, None), list):
+                    yield from _imports(below, optional)
+
+
+def _names_of(node: ast.expr | None) -> list[str]:
+    """The exceptions of a handler; [''] for a bare one."""
+    if node is None:
+        return ['']
+    return [ast.unparse(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])]
+
+
+@cache
+def _module(name: str) -> tuple[Any, str]:
+    """A module and '', or None and why it cannot be imported here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            return importlib.import_module(name), ''
+    except ImportError as error:
+        root = name.partition('.')[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == root:
+            return None, f'{root} is not installed'
+        return None, f'importing it raises {type(error).__name__}: {" ".join(str(error).split())}'
+    except Exception as error:
+        return None, f'importing it raises {type(error).__name__}: {" ".join(str(error).split())}'
+
+
+def resolve(module: str, name: str) -> tuple[Any, str]:
+    """The object of an import and '', or None and why it is not there. A dropped name gives its replacement."""
+    full = f'{module}.{name}'.rstrip('.')
+    found, why = _module(module)
+    if found is None:
+        row = dropped.dropped(module)
+        if row is None:
+            return None, why
+        found = row.get() if isinstance(row.get(), type(sys)) else row.get()()
+    if not name or name == '*':
+        return found, ''
+    if hasattr(found, name):
+        return getattr(found, name), ''
+    if (row := dropped.dropped(full)) is not None:
+        return row.get(), ''
+    below, _ = _module(full) if hasattr(found, '__path__') else (None, '')
+    version = getattr(_module(module.partition('.')[0])[0], '__version__', '')
+    package = f'{module.partition(".")[0]} {version}'.strip()
+    return (below, '') if below is not None else (None, f'not in the installed {package}')
+
+
+def beside(path: str | Path, module: str, level: int = 0) -> Path | None:
+    """The file of a module beside a script, or in the folder where the command runs."""
+    folder = Path(path).resolve().parent
+    roots = [folder, Path.cwd()] if not level else [folder.joinpath(*['..'] * (level - 1))]
+    for root in roots:
+        place = root.joinpath(*module.split('.')) if module else root
+        for file in (place.with_suffix('.py'), place / '__init__.py'):
+            if file.is_file():
+                return file
+    return None
+
+
+def _files(path: str) -> list[Path]:
+    """A script and the modules beside it that it imports, each once."""
+    found = [Path(path)]
+    for file in found:
+        for node in ast.walk(read_script(file)):
+            names = list[tuple[str, int]]()
+            if isinstance(node, ast.Import):
+                names = [(alias.name, 0) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [(node.module or '', node.level)]
+                names += [(f'{node.module or ""}.{alias.name}'.lstrip('.'), node.level) for alias in node.names]
+            for name, level in names:
+                other = beside(file if level else path, name, level) if level or system_of(name) is None else None
+                if other is not None and other.resolve() not in [f.resolve() for f in found]:
+                    found.append(other)
+    return found
+
+
+def environment(path: Path, script: str) -> Iterator[Finding]:
+    """What is missing of the imports of a file, the attributes of modules, the keywords of calls, and what is there
+    again only while a script runs."""
+    tree = read_script(path)
+    objects = dict[str, tuple[str, Any]]()
+    for entry in imports(tree):
+        if system_of(entry.module) is not None or beside(script, entry.module.partition('.')[0]) is not None:
+            continue
+        full = f'{entry.module}.{entry.name}'.rstrip('.')
+        found, why = resolve(entry.module, entry.name)
+        if why and entry.optional:
+            yield Finding(entry.line, full, True, f'{why}; only needed where that line is reached')
+        elif why:
+            yield Finding(entry.line, full, False, why if 'installed' in why else f'cannot be imported: {why}')
+        elif (row := dropped.dropped(full) or dropped.dropped(entry.module)) and not _is_there(entry):
+            yield Finding(entry.line, full, True, row.sentence)
+        if found is not None and entry.bound:
+            objects[entry.bound] = (full, found)
+    yield from _attributes(tree, objects)
+
+
+def _is_there(entry: Import) -> bool:
+    found, _ = _module(entry.module)
+    return found is not None and (not entry.name or hasattr(found, entry.name))
+
+
+def _attributes(tree: ast.Module, objects: dict[str, tuple[str, Any]]) -> Iterator[Finding]:
+    """Attributes of modules that are not there, and keywords that a call does not take."""
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    stored |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
+    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    called = {id(n.func): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Name, ast.Attribute)) or id(node) in inner:
+            continue
+        chain = _chain(node)
+        if chain is None or chain[0] not in objects or chain[0] in stored:
+            continue
+        name, found = objects[chain[0]]
+        for part in chain[1:]:
+            full = f'{name}.{part}'
+            if inspect.ismodule(found) and not hasattr(found, part):
+                row = dropped.dropped(full)
+                if row is None and _module(full)[0] is None:
+                    yield Finding(node.lineno, full, False, f'not in the installed {name.partition(".")[0]}')
+                elif row is not None:
+                    yield Finding(node.lineno, full, True, row.sentence)
+                found = None
+            else:
+                found = getattr(found, part, None) if inspect.ismodule(found) or inspect.isclass(found) else None
+            name = full
+            if found is None:
+                break
+        if found is not None and (call := called.get(id(node))) is not None:
+            yield from _foreign_keywords(name, found, call)
+
+
+def _foreign_keywords(name: str, found: Any, call: ast.Call) -> Iterator[Finding]:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return
+    known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for keyword in call.keywords:
+        row = dropped.argument(_public(name, found), keyword.arg or '')
+        if row is not None:
+            yield Finding(keyword.value.lineno, f'{name}({keyword.arg}=)', True, row.sentence)
+        elif keyword.arg and not takes_any and keyword.arg not in known:
+            what = f'not a parameter here{hint(keyword.arg, known)}'
+            yield Finding(keyword.value.lineno, f'{name}({keyword.arg}=)', False, what)
+
+
+def _public(name: str, found: Any) -> str:
+    """The name by which the table of arguments knows a callable: its own, or that of a method of a base class."""
+    owner = getattr(found, '__self__', None)
+    for known in dropped.ARGUMENTS:
+        base, _, attribute = known.rpartition('.')
+        if dropped._resolve(known) is found:
+            return known
+        if inspect.isclass(owner) and attribute == name.rpartition('.')[2]:
+            of = dropped._resolve(base)
+            if inspect.isclass(of) and issubclass(owner, of):
+                return known
+    return name
+
+
+# ---------------------------------------------------------------------- objects that a script makes
+
+
+def methods(tree: ast.Module) -> Iterator[Finding]:
+    """Attributes of objects of served classes that the class has not, and keywords that their methods do not take; an
+    object is followed where every assignment of its name makes the same class."""
+    classes = _classes(tree)
+    assigned = dict[str, set[Any]]()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    made = _made(node.value, classes) if node.value is not None else None
+                    assigned.setdefault(target.id, set()).add(made)
+                else:
+                    for inner in ast.walk(target):
+                        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                            assigned.setdefault(inner.id, set()).add(None)
+        elif isinstance(node, ast.arg):
+            assigned.setdefault(node.arg, set()).add(None)
+        elif isinstance(node, (ast.For, ast.comprehension, ast.withitem)):
+            target = node.optional_vars if isinstance(node, ast.withitem) else node.target
+            for inner in ast.walk(target) if target is not None else ():
+                if isinstance(inner, ast.Name):
+                    assigned.setdefault(inner.id, set()).add(None)
+    known = {name: next(iter(made)) for name, made in assigned.items() if len(made) == 1 and None not in made}
+    set_here = {
+        (n.value.id, n.attr)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name)
+    }
+    called = {id(n.func): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known):
+            continue
+        full, kind = known[node.value.id]
+        if (node.value.id, node.attr) in set_here:
+            continue
+        if not has_attribute(kind, node.attr):
+            yield Finding(
+                node.lineno, f'{full}().{node.attr}', False, f'not served; {kind.__name__} has no such attribute'
+            )
+        elif (call := called.get(id(node))) is not None:
+            method = inspect.getattr_static(kind, node.attr, None)
+            if inspect.isfunction(method):
+                yield from _foreign_keywords(f'{full}().{node.attr}', method, call)
+
+
+def _classes(tree: ast.Module) -> dict[str, tuple[str, Any]]:
+    """The served classes that a script imports by name."""
+    found = dict[str, tuple[str, Any]]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and system_of(node.module or '') is not None:
+            system = SYSTEMS[(node.module or '').partition('.')[0]]
+            for alias in node.names:
+                key = f'{node.module}.{alias.name}'.partition('.')[2]
+                if key in system.served and inspect.isclass(kind := load(system.served[key])):
+                    found[alias.asname or alias.name] = (f'{node.module}.{alias.name}', kind)
+    return found
+
+
+def _made(value: ast.expr, classes: dict[str, tuple[str, Any]]) -> tuple[str, Any] | None:
+    """The class of `Class(...)` or `Class.from_pretrained(...)`; None for everything else."""
+    if not isinstance(value, ast.Call):
+        return None
+    function = value.func
+    if isinstance(function, ast.Attribute) and function.attr == 'from_pretrained':
+        function = function.value
+    return classes.get(function.id) if isinstance(function, ast.Name) else None
+
+
+def has_attribute(kind: type, name: str) -> bool:
+    """Whether objects of a class have an attribute: of the class, annotated, or set on `self` in its source. True
+    where the class answers names itself or where its source is not readable."""
+    if hasattr(kind, name):
+        return True
+    if any(name in inspect.get_annotations(c) for c in kind.__mro__):
+        return True
+    return name in _set_on_self(kind) or _answers(kind, name)
+
+
+@cache
+def _set_on_self(kind: type) -> frozenset[str]:
+    names = set[str]()
+    for base in kind.__mro__:
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+                names |= {node.attr} if node.value.id == 'self' else set()
+    return frozenset(names)
+
+
+def _answers(kind: type, name: str) -> bool:
+    """Whether `__getattr__` of a class may know the name: that of torch's modules alone knows none by itself."""
+    own = [c for c in kind.__mro__ if '__getattr__' in vars(c)]
+    return any(not c.__module__.startswith('torch.') for c in own)
+
+
+# ---------------------------------------------------------------------- the command
+
+
 def check(paths: Sequence[str]) -> int:
-    """Print what each script uses; 0 if everything is served, 1 if not.
+    """Print what each script and the modules beside it use; 0 if everything is there, 1 if not.
 
     Raises:
         ValueError: a file that is not there or no Python.
     """
-    trees = {path: read_script(path) for path in paths}
+    files = {path: _files(path) for path in paths}
     total = missing = 0
-    for path, tree in trees.items():
-        for finding in findings(uses(tree)):
-            total, missing = total + 1, missing + (not finding.served)
-            print(f'{path}:{finding.line}: {finding.name}: {finding.what}')
+    for path, modules in files.items():
+        for file in modules:
+            shown = path if file == Path(path) else str(file)
+            tree = read_script(file)
+            of_systems = [*findings(uses(tree)), *methods(tree)]
+            others = list(environment(file, path))
+            total += len(of_systems)
+            for finding in sorted({*of_systems, *others}, key=lambda f: (f.line, f.name, f.what)):
+                total += finding.served is False and finding in others
+                missing += not finding.served
+                print(f'{shown}:{finding.line}: {finding.name}: {finding.what}')
     if not total:
         print(f'no name of {", ".join(name for name in SYSTEMS if system_of(name))} is used')
     else:

@@ -103,6 +103,7 @@ SYSTEMS: dict[str, System] = {
         System('trl', 'chatgpt_compat.trl'),
         System('trlx', 'chatgpt_compat.trlx'),
         System('chatgpt', 'chatgpt_compat.colossalai'),
+        System('coati', 'chatgpt_compat.coati'),
         System(
             'colossalai',
             'chatgpt_compat.colossalai.package',

@@ -131,7 +131,8 @@ def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
         ('from trl import OnlineDPOConfig', 'chatgpt.trainer.PPOConfig'),
         ('from trl import KTOTrainer', 'python -m chatgpt kto'),
         ('from trlx.trainer.accelerate_rft_trainer import RFTConfig', 'chatgpt.trainer.RFTTrainer'),
-        ('from chatgpt.trainer.callbacks import SaveCheckpoint', 'strategy.save_model'),
+        ('from chatgpt.experience_maker import NaiveExperienceMaker', 'chatgpt.trainer.experience.ExperienceMaker'),
+        ('from coati.ray.utils import is_rank_0', 'Ray'),
     ],
 )
 def test_names_that_scripts_ask_for_have_a_sentence(script, line, said):
@@ -169,3 +170,72 @@ def test_every_table_names_what_is_there():
         for name, target in served.items():
             assert tables.load(target) is not None, f'{system.package}.{name}: {target}'
         assert all(sentence.strip() for sentence in instead.values())
+
+
+# ---------------------------------------------------------------------- what a green check promises
+
+
+def checked(capsys: pytest.CaptureFixture[str], *paths: str) -> tuple[int, str]:
+    code = check(paths)
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'text, said',
+    [
+        ('import never_installed_here\n', 'never_installed_here is not installed'),
+        ('from never_installed_here.part import thing\n', 'never_installed_here is not installed'),
+        ('def main():\n    import never_installed_here\n', 'never_installed_here is not installed'),
+        ('from transformers import NeverTokenizerFast\n', 'not in the installed transformers'),
+        ('from transformers.never_there import thing\n', 'cannot be imported'),
+        ('import transformers\ntransformers.NeverThere\n', 'not in the installed transformers'),
+        ('from json import loads, NeverThere\n', 'not in the installed json'),
+        ('from transformers import TrainingArguments\nTrainingArguments("out", never=1)\n', 'not a parameter here'),
+        ('from invented import Trainer\nt = Trainer(1)\nt.never()\n', 'has no such attribute'),
+        ('from invented.core import Sampler\ns = Sampler(low=1)\ns.go(twice=True)\n', 'not a parameter here'),
+        ('import helper_beside\n', 'never_installed_here is not installed'),
+        ('from helper_beside import name\n', 'never_installed_here is not installed'),
+        ('import colossalai.never_there\n', 'colossalai.never_there: not served'),
+    ],
+)
+def test_what_would_fail_is_not_served(script, tmp_path, monkeypatch, capsys, text, said):
+    """Each of these was called green once."""
+    (tmp_path / 'helper_beside.py').write_text('import never_installed_here\nname = 1\n')
+    code, out = checked(capsys, script(text))
+    assert code == 1 and said in out, out
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'try:\n    import never_installed_here\nexcept ImportError:\n    pass\n',
+        'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import never_installed_here\n',
+        'import sys\nif "--rare" in sys.argv:\n    import never_installed_here\n',
+        'from transformers import BloomTokenizerFast\nimport peft.utils.config\n',
+        'from transformers import TrainingArguments\nTrainingArguments("out", evaluation_strategy="steps")\n',
+        'from invented import Trainer\nt = Trainer(1)\nt.own = 2\nt.own\n',
+        'from invented import Trainer\nt = Trainer(1)\nt = other()\nt.anything\n',
+        'from helper_beside import name\nimport helper_package.part\n',
+        'import os.path\nos.path.join("a")\n',
+    ],
+)
+def test_what_would_run_is_green(script, tmp_path, capsys, text):
+    (tmp_path / 'helper_beside.py').write_text('name = 1\n')
+    (tmp_path / 'helper_package').mkdir()
+    (tmp_path / 'helper_package' / '__init__.py').write_text('')
+    (tmp_path / 'helper_package' / 'part.py').write_text('import json\n')
+    code, out = checked(capsys, script(text))
+    assert code == 0, out
+
+
+def test_a_dropped_name_is_listed_with_what_replaces_it(script, capsys):
+    path = script(
+        'from transformers import BloomTokenizerFast, Trainer\n'
+        'BloomTokenizerFast\nTrainer(model=1, tokenizer=2)\nfrom transformers import AutoModel\n'
+        'AutoModel.from_pretrained("gpt2", use_auth_token=True)\n'
+    )
+    code, out = checked(capsys, path)
+    assert code == 0
+    assert f'{path}:1: transformers.BloomTokenizerFast: dropped by transformers 5; replaced by ' in out
+    assert 'transformers.Trainer(tokenizer=): dropped by transformers 5; given as processing_class=' in out
+    assert 'AutoModel.from_pretrained(use_auth_token=): dropped by transformers 5; given as token=' in out

@@ -59,6 +59,7 @@ SERVED: dict[str, str] = {
     **at('trainer trainer.sft', f'{_HERE}.trainers', 'SFTTrainer'),
     **at('trainer.callbacks trainer.callbacks.base', f'{_HERE}.trainers', 'Callback'),
     **at('trainer.callbacks trainer.callbacks.performance_evaluator', f'{_HERE}.trainers', 'PerformanceEvaluator'),
+    **at('trainer.callbacks trainer.callbacks.save_checkpoint', f'{_HERE}.trainers', 'SaveCheckpoint'),
     **at('trainer.strategies trainer.strategies.naive', f'{_HERE}.strategies', 'NaiveStrategy'),
     **at('trainer.strategies trainer.strategies.ddp', f'{_HERE}.strategies', 'DDPStrategy'),
     **at('trainer.strategies trainer.strategies.colossalai', f'{_HERE}.strategies', 'ColossalAIStrategy'),
@@ -77,11 +78,6 @@ INSTEAD: dict[str, str] = {
     'models.generation': 'chatgpt.rollout.LocalEngine, or actor.generate',
     'nn.generation': 'chatgpt.rollout.LocalEngine, or actor.generate',
     'trainer.strategies.sampler': 'nothing: a trainer splits its batches over the ranks by itself',
-    **dict.fromkeys(
-        ('trainer.callbacks.SaveCheckpoint', 'trainer.callbacks.save_checkpoint'),
-        'chatgpt.trainer.callbacks.SaveCheckpoint in a program of this library, which keeps whole checkpoints, or '
-        'strategy.save_model where an episode ends',
-    ),
     'trainer.base': 'chatgpt.trainer.Trainer (docs/extend/algorithm.md)',
 }
 """a name or module that is not served -> what to write instead"""

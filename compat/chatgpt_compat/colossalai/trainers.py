@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -292,3 +293,35 @@ class PerformanceEvaluator(ours.PerformanceEvaluator):
     ) -> None:
         sizes = (actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params)
         super().__init__(*sizes, enable_grad_checkpoint, ignore_phases=ignore_episodes)
+
+
+class SaveCheckpoint(Callback):
+    """Writes `path/episode_N/actor.pt`, `critic.pt` and the state of each optimizer every `interval` episodes.
+
+    (`chatgpt.trainer.callbacks.SaveCheckpoint` writes whole checkpoints, from which a run resumes.)
+    """
+
+    def __init__(
+        self,
+        path: str,
+        interval: int,
+        strategy: Strategy,
+        actor: nn.Module | None = None,
+        critic: nn.Module | None = None,
+        actor_optim: Optimizer | None = None,
+        critic_optim: Optimizer | None = None,
+    ) -> None:
+        self.path, self.interval, self.strategy = Path(path), interval, strategy
+        self.pairs = {'actor': (actor, actor_optim), 'critic': (critic, critic_optim)}
+
+    def on_episode_end(self, episode: int) -> None:
+        if (episode + 1) % self.interval:
+            return
+        folder = self.path / f'episode_{episode}'
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, (model, optimizer) in self.pairs.items():
+            if model is not None:
+                self.strategy.save_model(model, folder / f'{name}.pt', only_rank0=True)
+                if optimizer is not None:
+                    rank = self.strategy.rank
+                    self.strategy.save_optimizer(optimizer, folder / f'{name}-optim-rank-{rank}.pt')

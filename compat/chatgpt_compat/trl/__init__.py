@@ -20,8 +20,12 @@ SERVED: dict[str, str] = {
     **at('. trainer trainer.ppo_config', f'{_HERE}.config', 'PPOConfig'),
     **at('. trainer trainer.ppo_trainer', f'{_HERE}.config', 'PPOTrainer'),
     **at('. models', f'{_HERE}.models', _MODELS),
-    **at('models.modeling_value_head', f'{_HERE}.models', 'AutoModelForCausalLMWithValueHead ValueHead'),
-    **at('models.modeling_base', f'{_HERE}.models', 'create_reference_model'),
+    **at(
+        'models.modeling_value_head',
+        f'{_HERE}.models',
+        'AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead ValueHead',
+    ),
+    **at('models.modeling_base', f'{_HERE}.models', 'create_reference_model PreTrainedModelWrapper'),
     **at('trainer.ppo_trainer', f'{_HERE}.core', 'PPODecorators logprobs_from_logits'),
     **at('.', f'{_HERE}.core', 'set_seed'),
     **at(
@@ -34,6 +38,20 @@ SERVED: dict[str, str] = {
     'import_utils.is_npu_available': 'transformers.utils:is_torch_npu_available',
     'import_utils.is_xpu_available': 'transformers.utils:is_torch_xpu_available',
     'import_utils.is_peft_available': 'transformers.utils:is_peft_available',
+    **at('. environment environment.base_environment', f'{_HERE}.environment', 'TextEnvironment TextHistory'),
+    **at('environment environment.base_environment', f'{_HERE}.environment', 'StringStoppingCriteria'),
+    **dict.fromkeys(
+        ('is_npu_available', 'trainer.utils.is_npu_available'), 'transformers.utils:is_torch_npu_available'
+    ),
+    **dict.fromkeys(
+        ('is_xpu_available', 'trainer.utils.is_xpu_available'), 'transformers.utils:is_torch_xpu_available'
+    ),
+    'is_peft_available': 'transformers.utils:is_peft_available',
+    **at(
+        'trainer.ppo_trainer experimental.ppo.ppo_trainer trainer.ppov2_trainer',
+        f'{_HERE}.ppo_train',
+        'PolicyAndValueWrapper',
+    ),
     # of 0.12 to 1.12
     **at('experimental.ppo experimental.ppo.ppo_config', f'{_HERE}.config', 'PPOConfig'),
     **dict.fromkeys(
@@ -53,10 +71,11 @@ SERVED: dict[str, str] = {
     **{
         f'{place}{method}ScriptArguments': f'{_HERE}.scripts:ScriptArguments'
         for place in ('', 'commands.cli_utils.')
-        for method in ('DPO', 'SFT')
+        for method in ('DPO', 'Dpo', 'SFT', 'RewardModeling')
     },
     **at('. scripts scripts.utils commands.cli_utils', f'{_HERE}.scripts', 'TrlParser'),
     **at('. scripts commands.cli_utils', f'{_HERE}.scripts', 'init_zero_verbose'),
+    **at('. trainer trainer.callbacks trainer.utils', f'{_HERE}.scripts', 'RichProgressCallback'),
     **at('. trainer trainer.utils', f'{_HERE}.scripts', 'get_peft_config get_quantization_config get_kbit_device_map'),
     **at('. models models.utils', f'{_HERE}.scripts', 'setup_chat_format'),
     **dict.fromkeys(
@@ -73,10 +92,6 @@ SERVED: dict[str, str] = {
 """name below `trl` → 'module:attribute'"""
 
 _GRPO, _RLOO = (f"advantage_estimator='{name}' (docs/algorithms/{name}.md)" for name in ('grpo', 'rloo'))
-_TURNS = (
-    'chatgpt.trainer.PPOTrainer with environment= (docs/environments.md); or generate turn by turn, and give step the '
-    "tools' output with response_masks of 0"
-)
 INSTEAD: dict[str, str] = {
     'GRPOTrainer': f'chatgpt.trainer.PPOTrainer with {_GRPO}, and environment= for environment_factory',
     'GRPOConfig': f'chatgpt.trainer.PPOConfig with {_GRPO}',
@@ -93,7 +108,6 @@ INSTEAD: dict[str, str] = {
     'disable_dropout_in_model': "a dropout of 0 in the model's config, such as resid_pdrop; PPO and DPO have none",
     'DataCollatorForCompletionOnlyLM': 'rows of prompt and completion, of which SFTTrainer counts the completion alone',
     'DataCollatorForChatML': 'rows of messages and SFTConfig(assistant_only_loss=True)',
-    'RichProgressCallback': 'nothing: a progress bar is shown already (disable_tqdm=True hides it)',
     'LogCompletionsCallback': 'chatgpt.trainer.callbacks.SampleTable, or generate_completions()',
     'SyncRefModelCallback': 'nothing here moves the reference during a run',
     'WinRateCallback': 'chatgpt.trainer.callbacks.Evaluator with a function that compares',
@@ -102,7 +116,6 @@ INSTEAD: dict[str, str] = {
     'get_dataset': 'datasets.load_dataset',
     'DatasetMixtureConfig': 'datasets.concatenate_datasets',
     'pack_dataset': 'SFTConfig(packing=True)',
-    **dict.fromkeys(('TextEnvironment', 'environment.TextEnvironment', 'TextHistory'), _TURNS),
     **dict.fromkeys(('BestOfNSampler', 'extras.BestOfNSampler'), 'chatgpt.rollout.BestOfN'),
     'extras': 'nothing of trl.extras is served; chatgpt.rollout.BestOfN is its BestOfNSampler',
     'IterativeSFTTrainer': 'chatgpt.trainer.RFTTrainer: sample, keep the best, SFT on them',

@@ -57,6 +57,26 @@ class Models(NamedTuple):
         return self.policy.config
 
 
+class PolicyAndValueWrapper(nn.Module):
+    """Policy and value model as one module: `forward` returns the policy's output and the logits of values (B, S, 1).
+
+    `PPOTrainer` takes it as `model`.
+    """
+
+    def __init__(self, policy: nn.Module, value_model: Any) -> None:
+        super().__init__()
+        self.policy, self.value_model = policy, value_model
+        self.critic_backbone = getattr(value_model, value_model.base_model_prefix)
+
+    @property
+    def config(self) -> Any:
+        return self.policy.config
+
+    def forward(self, **kwargs: Any) -> tuple[Any, Tensor]:
+        hidden = self.critic_backbone(**(kwargs | {'output_hidden_states': True, 'return_dict': True})).hidden_states
+        return self.policy(**kwargs), self.value_model.score(hidden[-1])
+
+
 class MeasuredPPOTrainer(OurPPOTrainer):
     """Our trainer with what TRL measures beside, and the value loss times `vf_coef`."""
 
@@ -219,6 +239,7 @@ def reward_of(reward_model: Any) -> Any:
         return RewardModel.from_pretrained(reward_model)
     if isinstance(reward_model, RewardModel) or not isinstance(reward_model, nn.Module):
         return reward_model
+    reward_model = adapted(reward_model, None, heads=HEADS)
     if type(reward_model).__name__.endswith('ForSequenceClassification'):
         return RewardModel.from_classifier(reward_model)
     if hasattr(reward_model, 'base_model_prefix') and hasattr(reward_model, 'score'):
@@ -307,6 +328,8 @@ class PPOTrainer(LaterTrainer):
         args = _either('args', args, 'config', config)
         model = _either('model', model, 'policy', policy)
         ref_model = _either('ref_model', ref_model, 'ref_policy', ref_policy)
+        if isinstance(model, PolicyAndValueWrapper):
+            model, value_model = model.policy, model.value_model if value_model is None else value_model
         if type(data_collator).__name__ == 'DataCollatorWithPadding':  # which does no more than pad
             data_collator = None
         optimizer = next((x for x in optimizers if x is not None), None)

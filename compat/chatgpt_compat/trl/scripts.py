@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 
@@ -140,6 +140,10 @@ def init_zero_verbose() -> None:
     """Warnings alone on the console."""
     logging.basicConfig(level=logging.ERROR)
     transformers_logging.set_verbosity_error()
+
+
+class RichProgressCallback(TrainerCallback):
+    """Does nothing: a progress bar is shown already (`disable_tqdm=True` hides it)."""
 
 
 # ---------------------------------------------------------------------- chat templates, kinds of rows

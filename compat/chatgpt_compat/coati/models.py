@@ -1,0 +1,78 @@
+"""What its programs ask of models: `generate` as a function, LoRA's manager; and names that are refused when used."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from chatgpt import nn as ours
+
+LORA_MANAGER = SimpleNamespace(merge_weights=False)
+"""`merge_weights` has no effect: whatever is saved has the adapters merged"""
+
+
+class _Masked:
+    """Takes `use_action_mask`, which has no effect: a critic here gives the values of actions alone."""
+
+    def __init__(self, *arguments: Any, use_action_mask: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+
+class Critic(_Masked, ours.Critic): ...
+
+
+class GPTCritic(_Masked, ours.GPTCritic): ...
+
+
+class OPTCritic(_Masked, ours.OPTCritic): ...
+
+
+class BLOOMCritic(_Masked, ours.BLOOMCritic): ...
+
+
+class LlamaCritic(_Masked, ours.LlamaCritic): ...
+
+
+def get_base_model(model: Any) -> Any:
+    """The transformers model of an actor, critic or reward model."""
+    return model.model
+
+
+def convert_to_lora_module(module: Any, lora_rank: int, lora_train_bias: str = 'none') -> Any:
+    """The module with adapters of `lora_rank`, in place; without adapters for 0."""
+    if lora_rank > 0:
+        ours.add_lora(module, lora_rank, lora_train_bias)
+    return module
+
+
+@torch.no_grad()
+def generate(model: Any, input_ids: Tensor, tokenizer: Any = None, max_length: int = 128, **kwargs: Any) -> Tensor:
+    """Prompts (B, P) int64 with their responses, (B, P + A), by transformers' `generate`."""
+    for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
+        kwargs.pop(name, None)
+    if tokenizer is not None:
+        kwargs = {'pad_token_id': tokenizer.pad_token_id, 'eos_token_id': tokenizer.eos_token_id} | kwargs
+    bare = getattr(model, 'model', model)
+    return bare.generate(input_ids, max_length=max_length, **kwargs)
+
+
+# ---------------------------------------------------------------------- importable, refused when called
+
+
+def _refused(what: str, instead: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ValueError(f'coati: {what} is not served; {instead}')
+
+    refuse.from_pretrained = refuse  # type: ignore[attr-defined]
+    return refuse
+
+
+_GLM = 'use a causal LM of transformers'
+ChatGLMActor = _refused('ChatGLMActor', _GLM)
+ChatGLMTokenizer = _refused('ChatGLMTokenizer', _GLM)
+llama_load_quant = _refused('llama_load_quant', 'load the model whole, or quantized by transformers')
+low_resource_init = _refused('low_resource_init', 'load the model whole, or quantized by transformers')
+convert_to_xformer_model = _refused('convert_to_xformer_model', 'attention is chosen by transformers already')

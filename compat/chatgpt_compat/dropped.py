@@ -1,0 +1,435 @@
+"""Names and arguments that transformers 5, peft and datasets dropped, available again while a program runs.
+
+`NAMES`, `ARGUMENTS` and `METHODS` are the tables. `given_back()` makes their rows available inside its block and
+restores the packages at its end; `used` holds the rows that a program has used.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+_AUXILIARY = ('transformers', 'peft', 'datasets', 'accelerate', 'chatgpt', 'chatgpt_compat', 'torch', 'trl')
+"""packages that call one another by today's names"""
+used: dict[str, str] = {}
+"""dropped names that the program has used → the sentence about each"""
+
+
+@dataclass(frozen=True)
+class Name:
+    """A dropped name.
+
+    Args:
+        since: the version without it.
+        target: 'module:attribute' that replaces it; 'module:' is the module.
+    """
+
+    since: str
+    target: str
+
+    def get(self) -> Any:
+        module, _, attribute = self.target.partition(':')
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+
+    @property
+    def sentence(self) -> str:
+        return f'dropped by {self.since}; replaced by {self.target.removesuffix(":").replace(":", ".")}'
+
+
+def _names(module: str, since: str, target: str, names: str) -> dict[str, Name]:
+    """Rows of one module; a target that ends in ':' is a module with attributes of the same names."""
+    return {f'{module}.{n}': Name(since, target + n if target.endswith(':') else target) for n in names.split()}
+
+
+_HERE = 'chatgpt_compat.dropped'
+NAMES: dict[str, Name] = {
+    **_names(
+        'transformers',
+        'transformers 5',
+        'transformers:PreTrainedTokenizerFast',
+        'BloomTokenizerFast GPTNeoXTokenizerFast GPTNeoXJapaneseTokenizerFast CodeGenTokenizerFast GPTJTokenizerFast '
+        'ElectraTokenizerFast CohereTokenizerFast RetriBertTokenizerFast RealmTokenizerFast '
+        'BlenderbotSmallTokenizerFast',
+    ),
+    **_names('transformers', 'transformers 5', 'torch.optim:', 'AdamW'),
+    **_names('transformers.optimization', 'transformers 5', 'torch.optim:', 'AdamW'),
+    **_names('transformers', 'transformers 5', 'transformers:AutoModelForCausalLM', 'AutoModelWithLMHead'),
+    **_names('transformers', 'transformers 5', 'transformers:AutoModelForImageTextToText', 'AutoModelForVision2Seq'),
+    **_names('transformers', 'transformers 5', 'transformers:LogitsProcessor', 'LogitsWarper'),
+    **_names('transformers', 'transformers 4.43', 'chatgpt_compat.trl.core:', 'top_k_top_p_filtering'),
+    **_names('transformers', 'transformers 4.52', f'{_HERE}:', 'load_tool Tool'),
+    **_names('transformers', 'transformers 5', f'{_HERE}:not_available', 'is_tf_available is_flax_available'),
+    **_names('transformers.utils', 'transformers 5', f'{_HERE}:not_available', 'is_tf_available is_flax_available'),
+    **_names('transformers', 'transformers 4.41', f'{_HERE}:not_available', 'is_torch_tpu_available'),
+    **_names('transformers.modeling_utils', 'transformers 5', 'transformers.initialization:', 'no_init_weights'),
+    **_names('peft', 'peft 0.10', f'{_HERE}:', 'prepare_model_for_int8_training'),
+    **_names('peft.utils', 'peft 0.10', f'{_HERE}:', 'prepare_model_for_int8_training'),
+    'peft.utils.config': Name('peft 0.5', f'{_HERE}:peft_config_module'),
+    'transformers.deepspeed': Name('transformers 5', 'transformers.integrations.deepspeed:'),
+    'transformers.generation_utils': Name('transformers 4.25', 'transformers.generation.utils:'),
+    'transformers.generation_logits_process': Name('transformers 4.25', 'transformers.generation.logits_process:'),
+}
+"""dropped name → what replaces it"""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A dropped keyword argument: its name today, or '' where it has no effect any more, and why."""
+
+    since: str
+    today: str = ''
+    effect: str = 'no effect'
+
+    @property
+    def sentence(self) -> str:
+        return f'dropped by {self.since}; {f"given as {self.today}=" if self.today else self.effect}'
+
+
+_WHOLE = 'no effect: weights are loaded whole'
+_TOKEN = Argument('transformers 5', 'token')
+_QUANTIZED = {name: Argument('transformers 5', effect=_WHOLE) for name in ('load_in_8bit', 'load_in_4bit')}
+ARGUMENTS: dict[str, dict[str, Argument]] = {
+    'transformers.TrainingArguments': {
+        'evaluation_strategy': Argument('transformers 4.46', 'eval_strategy'),
+        'no_cuda': Argument('transformers 5', 'use_cpu'),
+        'warmup_ratio': Argument('transformers 5', 'warmup_steps'),
+        'push_to_hub_token': Argument('transformers 5', 'hub_token'),
+        'per_gpu_train_batch_size': Argument('transformers 5', 'per_device_train_batch_size'),
+        'per_gpu_eval_batch_size': Argument('transformers 5', 'per_device_eval_batch_size'),
+        **{
+            name: Argument('transformers 5')
+            for name in (
+                'overwrite_output_dir logging_dir save_safetensors group_by_length half_precision_backend fp16_backend '
+                'fp16_opt_level jit_mode_eval use_ipex include_inputs_for_metrics use_mps_device ray_scope '
+                'dispatch_batches split_batches past_index mp_parameters tpu_num_cores tpu_metrics_debug'
+            ).split()
+        },
+    },
+    'transformers.Trainer': {'tokenizer': Argument('transformers 5', 'processing_class')},
+    'transformers.PreTrainedModel.from_pretrained': {'use_auth_token': _TOKEN, **_QUANTIZED},
+    'transformers.models.auto.auto_factory._BaseAutoModelClass.from_pretrained': {
+        'use_auth_token': _TOKEN,
+        **_QUANTIZED,
+    },
+    'transformers.AutoConfig.from_pretrained': {'use_auth_token': _TOKEN},
+    'transformers.AutoTokenizer.from_pretrained': {'use_auth_token': _TOKEN},
+    'transformers.PreTrainedTokenizerBase.from_pretrained': {'use_auth_token': _TOKEN},
+    'transformers.PreTrainedModel.push_to_hub': {'use_auth_token': _TOKEN},
+    'transformers.PreTrainedTokenizerBase.push_to_hub': {'use_auth_token': _TOKEN},
+    'datasets.load_dataset': {
+        'use_auth_token': Argument('datasets 3', 'token'),
+        'ignore_verifications': Argument('datasets 3'),
+        'task': Argument('datasets 3'),
+        'trust_remote_code': Argument('datasets 4'),
+    },
+}
+"""callable → its dropped keyword arguments"""
+
+METHODS = {
+    'transformers.PreTrainedTokenizerBase.encode_plus': 'dropped by transformers 5; replaced by calling the tokenizer',
+    'transformers.PreTrainedTokenizerBase.batch_encode_plus': 'dropped by transformers 5; replaced by calling the '
+    'tokenizer',
+    'transformers.PreTrainedTokenizerBase.apply_chat_template': 'returns ids, as before transformers 5',
+    'transformers.TextClassificationPipeline(return_all_scores=)': 'dropped by transformers 5; every label, in the '
+    'order of the labels',
+    'transformers.Trainer.compute_loss': 'of a subclass, called without num_items_in_batch (transformers 4.46)',
+}
+"""methods that work as they did before → the sentence about each"""
+
+_TOKENIZER = re.compile(r'transformers\.models\.\w+\.tokenization_\w+_fast')
+
+
+def dropped(name: str) -> Name | None:
+    """The row of a dotted name or module, and None for one that is not in the table."""
+    if name in NAMES:
+        return NAMES[name]
+    if _TOKENIZER.fullmatch(name):
+        return Name('transformers 5', 'transformers:')
+    return None
+
+
+def argument(function: str, keyword: str) -> Argument | None:
+    """The row of a keyword argument of a callable, by its dotted name."""
+    return next((rows[keyword] for name, rows in ARGUMENTS.items() if name == function and keyword in rows), None)
+
+
+def note(name: str, sentence: str) -> None:
+    used.setdefault(name, sentence)
+
+
+def report() -> None:
+    """Print the dropped names that the program has used, on stderr."""
+    if used:
+        width = max(map(len, used))
+        lines = [f'  {name:{width}}  {sentence}' for name, sentence in used.items()]
+        print('chatgpt_compat: dropped names that it used', *lines, sep='\n', file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------- while a program runs
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Finds the modules of the table, behind all other finders."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        row = dropped(fullname)
+        return None if row is None else ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        row = dropped(spec.name)
+        assert row is not None
+        note(spec.name, row.sentence)
+        found = row.get()
+        source = found() if callable(found) and not isinstance(found, ModuleType) else found
+        module = ModuleType(spec.name, row.sentence)
+        module.__dict__['__getattr__'] = functools.partial(getattr, source)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: the attributes are there."""
+
+
+def _from_program() -> bool:
+    """Whether the caller of a wrapped function belongs to a program, and to none of `_AUXILIARY`."""
+    frame = sys._getframe(2)
+    return frame.f_globals.get('__name__', '').partition('.')[0] not in _AUXILIARY
+
+
+def prepare(module: ModuleType) -> None:
+    """Make the table's names of an imported module available as its attributes."""
+    if '_dropped' in vars(module):
+        return
+    inner = {name.rpartition('.')[2] for name in NAMES if name.rpartition('.')[0] == module.__name__}
+    own, lazy = vars(module).get('__getattr__'), getattr(module, '__getattr__', None)
+
+    def find(name: str) -> Any:
+        if name in inner and name not in vars(module):
+            try:
+                if lazy is not None:
+                    return lazy(name)
+            except (AttributeError, ImportError):
+                pass
+            row = NAMES[f'{module.__name__}.{name}']
+            note(f'{module.__name__}.{name}', row.sentence)
+            return row.get()
+        if own is not None:
+            return own(name)
+        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy class looks further
+
+    vars(module).update(_dropped=own, __getattr__=find)
+
+
+def _prepare_all() -> None:
+    for name in _MODULES:
+        if (module := sys.modules.get(name)) is not None:
+            prepare(module)
+
+
+_MODULES = {name.rpartition('.')[0] for name in NAMES}
+
+
+def _renamed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    rows = ARGUMENTS[name]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for old in rows.keys() & kwargs.keys():
+            value = kwargs.pop(old)
+            if value is not None:
+                note(f'{name}({old}=)', rows[old].sentence)
+                if rows[old].today:
+                    kwargs.setdefault(rows[old].today, value)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _patches() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, value) of everything that is replaced on a class or module."""
+    from transformers import PreTrainedTokenizerBase, TextClassificationPipeline, Trainer, TrainingArguments
+
+    for name in ARGUMENTS:
+        owner_name, _, attribute = name.rpartition('.')
+        owner: Any = _resolve(owner_name)
+        value = vars(owner).get(attribute) or getattr(owner, attribute)
+        if isinstance(value, type):
+            yield value, '__init__', _renamed(name, value.__init__)
+        elif isinstance(value, classmethod):
+            yield owner, attribute, classmethod(_renamed(name, value.__func__))
+        else:
+            yield owner, attribute, _renamed(name, value)
+
+    def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(f'{_TOKENIZERS}.encode_plus', METHODS[f'{_TOKENIZERS}.encode_plus'])
+        return self(*args, **kwargs)
+
+    def batch_encode(self: Any, batch_text_or_text_pairs: Any, *args: Any, **kwargs: Any) -> Any:
+        note(f'{_TOKENIZERS}.batch_encode_plus', METHODS[f'{_TOKENIZERS}.batch_encode_plus'])
+        rows = list(batch_text_or_text_pairs)
+        if rows and isinstance(rows[0], tuple):  # pairs of texts
+            return self([row[0] for row in rows], [row[1] for row in rows], *args, **kwargs)
+        return self(rows, *args, **kwargs)
+
+    apply = PreTrainedTokenizerBase.apply_chat_template
+
+    @functools.wraps(apply)
+    def template(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _from_program() and 'return_dict' not in kwargs and kwargs.get('tokenize', True):
+            note(f'{_TOKENIZERS}.apply_chat_template', METHODS[f'{_TOKENIZERS}.apply_chat_template'])
+            kwargs['return_dict'] = False
+        return apply(self, *args, **kwargs)
+
+    sanitize = TextClassificationPipeline._sanitize_parameters
+
+    def parameters(self: Any, return_all_scores: bool | None = None, **kwargs: Any) -> Any:
+        before, forward, after = sanitize(self, **kwargs)
+        if return_all_scores is not None:
+            key = 'transformers.TextClassificationPipeline(return_all_scores=)'
+            note(key, METHODS[key])
+            after |= {'top_k': None if return_all_scores else 1, '_legacy': True}
+        return before, forward, after
+
+    start = TrainingArguments.__post_init__
+
+    def post_init(self: Any) -> None:
+        if self.optim == 'adamw_hf':
+            note("transformers.TrainingArguments(optim='adamw_hf')", "dropped by transformers 5; 'adamw_torch'")
+            self.optim = 'adamw_torch'
+        start(self)
+
+    trainer = Trainer.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        loss = type(self).compute_loss
+        parameters = inspect.signature(loss).parameters.values()
+        if not any(p.name == 'num_items_in_batch' or p.kind is p.VAR_KEYWORD for p in parameters):
+            note('transformers.Trainer.compute_loss', METHODS['transformers.Trainer.compute_loss'])
+
+            def compute(model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                return loss(self, model, inputs, return_outputs)
+
+            self.compute_loss = compute
+        trainer(self, *args, **kwargs)
+
+    yield PreTrainedTokenizerBase, 'apply_chat_template', template
+    yield TextClassificationPipeline, '_sanitize_parameters', parameters
+    yield TrainingArguments, '__post_init__', post_init
+    yield Trainer, '__init__', init
+    for attribute, function in (('encode_plus', encode), ('batch_encode_plus', batch_encode)):
+        if not hasattr(PreTrainedTokenizerBase, attribute):
+            yield PreTrainedTokenizerBase, attribute, function
+
+
+_TOKENIZERS = 'transformers.PreTrainedTokenizerBase'
+
+
+def _resolve(name: str) -> Any:
+    """The module, class or function of a dotted name."""
+    parts = name.split('.')
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module('.'.join(parts[:end]))
+        except ImportError:
+            continue
+        return functools.reduce(getattr, parts[end:], found)
+    raise ImportError(f'no module {parts[0]}')
+
+
+@contextmanager
+def given_back() -> Iterator[None]:
+    """Inside, the names and arguments of the tables are available; at the end the packages are as before."""
+    used.clear()
+    finder = _Modules()
+    sys.meta_path.append(finder)
+    with ExitStack() as stack:
+        for owner, attribute, value in _patches():
+            stack.enter_context(patch.object(owner, attribute, value, create=True))
+        original = builtins.__import__
+
+        def import_(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            _prepare_all()
+            return found
+
+        stack.enter_context(patch.object(builtins, '__import__', import_))
+        _prepare_all()
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            for module in [sys.modules[name] for name in _MODULES if name in sys.modules]:
+                vars(module).pop('__getattr__', None)
+                if (own := vars(module).pop('_dropped', None)) is not None:
+                    vars(module)['__getattr__'] = own
+            for name, module in list(sys.modules.items()):
+                if isinstance(getattr(module, '__loader__', None), _Modules):
+                    del sys.modules[name]
+
+
+# ---------------------------------------------------------------------- replacements
+
+
+def not_available(*_: Any, **__: Any) -> bool:
+    """False: the package is supported no more."""
+    return False
+
+
+def prepare_model_for_int8_training(
+    model: Any,
+    output_embedding_layer_name: str = 'lm_head',
+    use_gradient_checkpointing: bool = True,
+    layer_norm_names: Any = (),
+) -> Any:
+    """`peft.prepare_model_for_kbit_training`; the names of layers are not needed, since weights are loaded whole."""
+    from peft import prepare_model_for_kbit_training
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=use_gradient_checkpointing)
+
+
+def peft_config_module() -> ModuleType:
+    """`peft.config` with the enums that were in `peft.utils.config`."""
+    import peft
+
+    module = ModuleType('peft.utils.config')
+    module.__dict__.update({n: v for n, v in vars(peft.config).items() if not n.startswith('__')})
+    module.__dict__.update(TaskType=peft.TaskType, PeftType=peft.PeftType)
+    return module
+
+
+class Tool:
+    """The base class of the tools that `load_tool` loads: `name`, `description`, and a `__call__`."""
+
+    name = description = ''
+
+    def setup(self) -> None:
+        """Does nothing; a subclass may load models here."""
+
+
+def load_tool(task_or_repo_id: str, *_: Any, **__: Any) -> Any:
+    """The tool of a local folder with `tool_config.json`, whose `tool_class` is 'module.Class' in a file beside it.
+    Raises ValueError for any other name: code of the hub is not run."""
+    config = Path(task_or_repo_id) / 'tool_config.json'
+    if not config.is_file():
+        raise ValueError(f'load_tool({task_or_repo_id!r}): not a folder with tool_config.json; download the tool first')
+    module_name, _, attribute = json.loads(config.read_text(encoding='utf-8'))['tool_class'].partition('.')
+    spec = importlib.util.spec_from_file_location(f'tool_{module_name}', config.parent / f'{module_name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, attribute)()

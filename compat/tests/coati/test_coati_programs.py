@@ -1,0 +1,90 @@
+"""Programs as ColossalAI's `coati` has them, under `chatgpt_compat run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from chatgpt.nn import GPTActor
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt_compat.check import check
+from chatgpt_compat.runner import run
+
+PROGRAMS = Path(__file__).parent / 'programs'
+
+
+@pytest.fixture(scope='module')
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('hub') / 'gpt2'
+    torch.manual_seed(0)
+    GPTActor(config=tiny_config('gpt2', positions=512)).save_pretrained(folder, tokenizer=char_tokenizer())
+    return folder
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Runs a program in an empty folder; what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def runs(path: Path, *arguments: object) -> str:
+        capsys.readouterr()
+        code = run(str(path), [str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert code == 0, err
+        return out
+
+    return runs
+
+
+def rows(path: Path) -> Path:
+    found = [{'instruction': f'say {i}', 'input': 'x' * (i % 2), 'output': f'out {i}'} for i in range(8)]
+    path.write_text(json.dumps(found))
+    return path
+
+
+@pytest.mark.parametrize('path', sorted(PROGRAMS.glob('*.py')), ids=lambda p: p.stem)
+def test_check_is_green(path, capsys):
+    assert check([str(path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings('ignore:.*weights are kept in 32 bits')
+@pytest.mark.parametrize('lora_rank', [0, 2])
+def test_ppo_with_loaders(program, gpt2, tmp_path, lora_rank):
+    texts = rows(tmp_path / 'rows.json')
+    out = program(PROGRAMS / 'july_prompts.py', texts, texts, '--pretrain', gpt2, '--lora_rank', lora_rank)
+    # 2 episodes of 2 batches of 2 prompts, learned 3 times in train batches of 2: 2 x 3 x 2 steps
+    prompt = char_tokenizer()('say 0')['input_ids']
+    assert out.splitlines()[-1] == f'phases 2 updates 12 prompts {prompt}'
+    before = AutoModelForCausalLM.from_pretrained(gpt2).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor').state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert {p.name for p in (tmp_path / 'saved' / 'episode_1').iterdir()} == {
+        *('actor.pt', 'critic.pt', 'actor-optim-rank-0.pt', 'critic-optim-rank-0.pt'),
+    }
+    assert (tmp_path / 'optim_0.pt').exists()
+
+
+def test_sft_and_reward_model_with_loaders(program, gpt2, tmp_path):
+    out = program(PROGRAMS / 'july_supervised.py', gpt2, rows(tmp_path / 'rows.json')).splitlines()
+    # 8 rows in batches of 2, a step each 2, 2 epochs; 6 pairs in batches of 2, 2 epochs
+    assert [line for line in out if 'updates' in line] == ['sft updates 4', 'rm updates 6']
+    assert 'generated 1' in out
+    assert (tmp_path / 'sft' / 'config.json').exists() and (tmp_path / 'rm.pt').exists()
+
+
+@pytest.mark.parametrize(
+    'line, said',
+    [
+        ('from coati.ray.detached_trainer_ppo import DetachedPPOTrainer', 'workers on Ray'),
+        ('from coati.experience_maker import NaiveExperienceMaker', 'chatgpt.trainer.experience'),
+        ('from coati.models.chatglm import ChatGLMActor\nChatGLMActor()', 'ChatGLMActor is not served'),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(tmp_path, capsys, line, said):
+    (tmp_path / 'script.py').write_text(f'{line}\n')
+    assert run(str(tmp_path / 'script.py'), []) == 1
+    assert said in capsys.readouterr().err
