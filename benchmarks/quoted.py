@@ -83,16 +83,16 @@ def real_model() -> Iterator[Quote]:
 
 
 SPEEDS = {
-    'trl': ('trl.md', '| CASE | {ours:.2f} | {theirs:.2f} | {min:.2f} | **{median:.2f}** | {max:.2f} |\n'),
-    'trl_recent': ('trl.md', '| CASE | {ours:.2f} | {theirs:.2f} | {median:.2f} |\n'),
-    'trlx': ('trlx.md', '| EPOCHS | {theirs:.2f} | {ours:.2f} | {median:.2f} ({min:.2f} to {max:.2f}) |\n'),
+    'trl': ('trl/numbers.md', '| CASE | {ours:.2f} | {theirs:.2f} | {min:.2f} | **{median:.2f}** | {max:.2f} |\n'),
+    'trl_recent': ('trl/numbers.md', '| CASE | {ours:.2f} | {theirs:.2f} | {median:.2f} |\n'),
+    'trlx': ('trlx/numbers.md', '| EPOCHS | {theirs:.2f} | {ours:.2f} | {median:.2f} ({min:.2f} to {max:.2f}) |\n'),
     'colossalai': ('colossalai.md', '| NUMBER | {theirs:.2f} | {ours:.2f} | {median:.2f} ({min:.2f} to {max:.2f}) |\n'),
     'llm_on_ray': ('llm_on_ray.md', '| {theirs:.2f} | {ours:.2f} | {median:.2f} ({min:.2f} to {max:.2f}) |\n'),
 }
 DIFFERENCES = {
-    'trl': ('trl.md', 'rewards non_score_rewards values advantages returns gradients statistics'),
-    'trl_recent': ('trl.md', 'scores kl rewards values returns advantages gradients logged'),
-    'trlx': ('trlx.md', 'logprobs values rewards advantages returns gradients losses'),
+    'trl': ('trl/numbers.md', 'rewards non_score_rewards values advantages returns gradients statistics'),
+    'trl_recent': ('trl/numbers.md', 'scores kl rewards values returns advantages gradients logged'),
+    'trlx': ('trlx/numbers.md', 'logprobs values rewards advantages returns gradients losses'),
 }
 """by results of compat/benchmarks: a page of docs/coming_from, and a row of its table of speed, or the columns of its table
 of numbers"""
