@@ -71,6 +71,7 @@ def real_model() -> Iterator[Quote]:
     yield 'README.md', words, [100 * statistics.mean(row['score'] for row in rows) for rows in runs.values()]
 
     page = 'docs/first_hour.md'
+    yield page, 'took {:.0f} CPU minutes, PPO {:.0f},', [runs[run][0]['cpu_minutes'] for run in ('sft', 'ppo')]
     before, sft, ppo = (rows[0]['score'] for rows in runs.values())
     yield page, '"score_mean": {:.3f},', [before]
     yield page, '{:.0f} of 200 answers is right', [200 * before]
@@ -100,7 +101,10 @@ of numbers"""
 
 def peers() -> Iterator[Quote]:
     for name, (page, words) in SPEEDS.items():
-        speed = read(f'compat/benchmarks/results/compat_{name}.json')['speed']
+        results = read(f'compat/benchmarks/results/compat_{name}.json')
+        if 'load' in results:
+            yield f'docs/coming_from/{page}', 'shared with other work (load {:.0f})', [results['load']]
+        speed = results['speed']
         for case, run in ({'': speed} if 'ratio' in speed else speed).items():
             if 'ratio' in run:
                 case = case.partition(', ')[2]  # "trlx ppo, fixed, fp32, 1 epoch"
