@@ -43,6 +43,7 @@ SERVED: dict[str, str] = {
     },
     **at('models.chatglm models.chatglm.chatglm_actor', f'{_HERE}.models', 'ChatGLMActor'),
     **at('models.chatglm.chatglm_tokenizer', f'{_HERE}.models', 'ChatGLMTokenizer'),
+    **at('models.roberta', f'{_HERE}.models', 'RoBERTaActor RoBERTaCritic RoBERTaRM'),
     **at('quant', f'{_HERE}.models', 'llama_load_quant low_resource_init'),
     **at('kernels', f'{_HERE}.models', 'convert_to_xformer_model'),
 }

@@ -67,7 +67,7 @@ SERVED: dict[str, str] = {
     **at('. trainer trainer.sft_config', f'{_HERE}.sft', 'SFTConfig'),
     **at('. trainer trainer.sft_trainer', f'{_HERE}.sft', 'SFTTrainer'),
     **at('. trainer trainer.model_config', f'{_HERE}.scripts', 'ModelConfig'),
-    **at('. utils scripts scripts.utils', f'{_HERE}.scripts', 'ScriptArguments'),
+    **at('. utils scripts scripts.utils', f'{_HERE}.scripts', 'ScriptArguments DatasetMixtureConfig get_dataset'),
     **{
         f'{place}{method}ScriptArguments': f'{_HERE}.scripts:ScriptArguments'
         for place in ('', 'commands.cli_utils.')
@@ -113,8 +113,6 @@ INSTEAD: dict[str, str] = {
     'WinRateCallback': 'chatgpt.trainer.callbacks.Evaluator with a function that compares',
     'BEMACallback': 'chatgpt.trainer.callbacks.EMA',
     'clone_chat_template': "set the tokenizer's chat_template and resize the model's embeddings",
-    'get_dataset': 'datasets.load_dataset',
-    'DatasetMixtureConfig': 'datasets.concatenate_datasets',
     'pack_dataset': 'SFTConfig(packing=True)',
     **dict.fromkeys(('BestOfNSampler', 'extras.BestOfNSampler'), 'chatgpt.rollout.BestOfN'),
     'extras': 'nothing of trl.extras is served; chatgpt.rollout.BestOfN is its BestOfNSampler',
