@@ -7,7 +7,7 @@ Names that it kept are those of `chatgpt_compat.colossalai`. What it changed is 
 from __future__ import annotations
 
 from chatgpt_compat import colossalai
-from chatgpt_compat.tables import at, lookup
+from chatgpt_compat.tables import as_modules, at, lookup
 
 _HERE = 'chatgpt_compat.coati'
 
@@ -64,3 +64,4 @@ INSTEAD: dict[str, str] = {
 """a name or module that is not served → what to write instead"""
 
 __getattr__ = lookup('coati', SERVED, INSTEAD)
+as_modules('coati', SERVED, INSTEAD)

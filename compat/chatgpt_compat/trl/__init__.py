@@ -8,7 +8,7 @@ the same and what is not.
 
 from __future__ import annotations
 
-from chatgpt_compat.tables import at, lookup
+from chatgpt_compat.tables import as_modules, at, lookup
 
 _HERE = 'chatgpt_compat.trl'
 _MODELS = (
@@ -69,9 +69,15 @@ SERVED: dict[str, str] = {
     **at('. trainer trainer.model_config', f'{_HERE}.scripts', 'ModelConfig'),
     **at('. utils scripts scripts.utils', f'{_HERE}.scripts', 'ScriptArguments DatasetMixtureConfig get_dataset'),
     **{
-        f'{place}{method}ScriptArguments': f'{_HERE}.scripts:ScriptArguments'
+        f'{place}{name}': f'{_HERE}.scripts:{target}'
         for place in ('', 'commands.cli_utils.')
-        for method in ('DPO', 'Dpo', 'SFT', 'RewardModeling')
+        for name, target in {
+            'DPOScriptArguments': 'DPOScriptArguments',
+            'DpoScriptArguments': 'DPOScriptArguments',
+            'SFTScriptArguments': 'SFTScriptArguments',
+            'SftScriptArguments': 'SFTScriptArguments',
+            'RewardScriptArguments': 'ScriptArguments',
+        }.items()
     },
     **at('. scripts scripts.utils commands.cli_utils', f'{_HERE}.scripts', 'TrlParser'),
     **at('. scripts commands.cli_utils', f'{_HERE}.scripts', 'init_zero_verbose'),
@@ -123,6 +129,7 @@ INSTEAD: dict[str, str] = {
 """name below `trl` that is not served: what to write instead"""
 
 __getattr__ = lookup('trl', SERVED, INSTEAD)
+as_modules('trl', SERVED, INSTEAD)
 
 
 def __dir__() -> list[str]:

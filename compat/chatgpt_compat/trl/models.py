@@ -47,8 +47,10 @@ _WHOLE = (
     'weights are read and trained in 32 bits, without quantization; peft_config keeps the optimizer small, and '
     'torch_dtype=torch.bfloat16 computes in 16 bits'
 )
-_WITHOUT_EFFECT = dict.fromkeys(('device_map', 'max_memory', 'offload_folder'), _PLACED) | dict.fromkeys(
-    ('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE
+_WITHOUT_EFFECT = (
+    dict.fromkeys(('device_map', 'max_memory', 'offload_folder'), _PLACED)
+    | dict.fromkeys(('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE)
+    | {'config': 'the config beside the weights is used'}
 )
 _REACHED_THROUGH = {
     *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),

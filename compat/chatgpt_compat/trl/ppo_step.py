@@ -344,6 +344,9 @@ class ClassicPPOTrainer:
         for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
             if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
+        for name in ('output_scores', 'return_dict_in_generate', 'output_logits'):
+            if given.pop(name, None):
+                warnings.warn(f'generate: {name} has no effect here: responses are tensors of ids', stacklevel=3)
         own = self.model.pretrained_model.generation_config
         if (config := given.pop('generation_config', None)) is not None:
             given = {k: v for k, v in config.to_diff_dict().items() if v is not None} | given

@@ -64,6 +64,27 @@ class ScriptArguments:
 
 
 @dataclass
+class DPOScriptArguments(ScriptArguments):
+    """`ScriptArguments` with what DPO's scripts up to 0.8 had beside transformers' arguments."""
+
+    beta: float = 0.1
+    max_length: int = 512
+    max_prompt_length: int = 128
+    max_target_length: int = 128
+    generate_during_eval: bool = False
+
+
+@dataclass
+class SFTScriptArguments(ScriptArguments):
+    """`ScriptArguments` with what SFT's scripts up to 0.8 had beside transformers' arguments."""
+
+    dataset_text_field: str | None = None
+    max_seq_length: int = 512
+    packing: bool = False
+    config: str | None = None
+
+
+@dataclass
 class DatasetMixtureConfig:
     """Data sets to join: each a dict of the arguments of `datasets.load_dataset`, with `columns` to keep."""
 
