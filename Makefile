@@ -29,6 +29,7 @@ help:
 	@echo 'make test-versions  the tests of make test with the lowest and the newest versions that setup.py allows; TEST_VERSIONS=lowest'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
+	@echo 'make numbers    numbers of README and guides, and pages of results, again from the results; CHECK=1 compares only'
 	@echo 'make docs       the docs as a site, in build/docs/index.html; a link that leads nowhere is an error'
 	@echo 'make install    the package itself and that of other systems, both editable, into $(VENV)'
 	@echo 'make gpu-check  on one GPU, under 9 minutes, with PYTHON as it is: tests, benchmarks, one JSON file (docs/gpu.md)'
@@ -111,6 +112,11 @@ format: dev
 docs: $(VENV)/.stamp-docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs . build/docs
 	@echo 'written: build/docs/index.html'
+
+# Measures nothing. CHECK=1 changes nothing, and a number that differs is an error.
+.PHONY: numbers
+numbers: venv
+	$(BIN)/python benchmarks/quoted.py $(if $(CHECK),--check)
 
 # Uses PYTHON as it is, for a CUDA machine has a torch of its own. WHEELS: a folder with wheels of what else it lacks (used for this run
 # only). GPU_ARGS: flags of the script, such as --parts or --out.

@@ -5,7 +5,7 @@ capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs
     python benchmarks/gpu_check.py --device cpu            # a rehearsal at tiny sizes, whose measurements mean nothing
     python benchmarks/gpu_check.py --page [FILE.json]      # writes a file's results into docs/gpu.md and runs nothing
 
-docs/gpu.md says what the parts are, and how their budgets of seconds and --budget_s are shared out. Parts share one process
+docs/gpu_check.md says what the parts are, and how their budgets of seconds and --budget_s are shared out. Parts share one process
 (gpu_parts.py), which is started anew when one fails. The file, <device>-<date>.json, is written anew after each part.
 
 Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there

@@ -21,13 +21,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGES = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'results'
 GIB = 2**30
 T = TypeVar('T')
+differences: list[str] | None = None
+"""None: results are measured and written. A list (`quoted.py`): nothing is measured and no picture drawn, and each table that
+differs is a line of it; the page is written unless `checking`"""
+checking = False
 RETURNS = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
 """variables with which glibc gives freed memory back at once, so that resident memory is what is in use"""
 
@@ -364,6 +370,8 @@ class Results(dict[str, Any]):
 
     def measure(self, key: str, act: Callable[[], Any], show: Callable[[Any], object] = lambda found: found) -> Any:
         if key not in self:
+            if differences is not None:
+                raise ValueError(f'{self.path} lacks {key}')
             self[key] = act()
             if self.path:
                 write_json(self.path, self)
@@ -390,7 +398,7 @@ def markdown(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 
 def write_page(page: Path | str, **tables: str) -> None:
-    """Fills a page in; a name is one of docs/results.
+    """Fills a page in, or only compares it (`checking`); a name is one of docs/results.
 
     Raises:
         ValueError: the page lacks the comments of a table.
@@ -403,14 +411,23 @@ def write_page(page: Path | str, **tables: str) -> None:
         _, ended, after = rest.partition(end)
         if not found or not ended:
             raise ValueError(f'{page} lacks the lines {begin} and {end}')
-        text = f'{before}{begin}\n\n{table.strip()}\n\n{end}{after}'
+        has, gives = rest[: -len(end + after)].strip(), table.strip()
+        if differences is not None and has != gives:
+            old, new = next((old, new) for old, new in zip_longest(has.splitlines(), gives.splitlines()) if old != new)
+            differences.append(f'{page.relative_to(ROOT)}, table {name}: has {old!r}, its results give {new!r}')
+        text = f'{before}{begin}\n\n{gives}\n\n{end}{after}'
+    if checking:
+        return
     page.write_text(text)
     print(f'{page} written')
 
 
 @contextmanager
 def figure(name: str, columns: int = 1, *, size: tuple[float, float] = (5.5, 4.0), **options: Any) -> Any:
-    """Axes of matplotlib in a row, saved beside the pages."""
+    """Axes of matplotlib in a row, saved beside the pages; without effect where nothing is measured (`differences`)."""
+    if differences is not None:
+        yield [MagicMock() for _ in range(columns)]
+        return
     import matplotlib
 
     matplotlib.use('Agg')

@@ -154,7 +154,9 @@ def memory_table(numbers: dict[str, Any], gpus: int) -> str:
 
 def main() -> None:
     parser = script_parser(__doc__, 'seventy_b.md')
-    parser.add_argument('--json', type=Path, default=RESULTS / 'seventy_b.json', help='the numbers; those that it has are kept')
+    parser.add_argument(
+        '--json', type=Path, default=RESULTS / 'seventy_b.json', help='the numbers; those that it has are kept'
+    )
     args = parser.parse_args()
     results = Results(args.json)
     for gpus, method, layout in product(GPUS, METHODS, LAYOUTS):

@@ -116,6 +116,10 @@ def ppo(repeats: int, page: bool) -> str:
     found = [measure_ppo(a, epochs, repeats) for a in ('four networks', 'shared trunk') for epochs in (1, 4)]
     if page:
         harness.write_json(harness.RESULTS / 'ppo_speed.json', found)
+    return ppo_table(found)
+
+
+def ppo_table(found: list[dict[str, Any]]) -> str:
     rows = []
     for row in found:
         cells = [f'{row["cpu_s"][p]:.2f} ({row["overhead"][p]:.2f})' for p in (*PARTS, 'total')]

@@ -1,6 +1,7 @@
 """PPO on a real pretrained model: words of joy in the stories of stories260K, under Naive and DDP, three seeds each.
 
     python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--strategies naive ddp] [--seeds 1 2 3]
+    python benchmarks/stories.py --page     # the table of runs from benchmarks/results/stories.json; samples stay
 
 40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes
 the tables of docs/results/stories.md (score, KL, the ratio of the last five phases to the first three, samples) and its
@@ -93,12 +94,16 @@ def told(samples: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument('--model', required=True, help='folder of stories260K')
-    parser.add_argument('--prompts', required=True, help='file of story prompts')
+    parser = script_parser(__doc__, 'stories.md')
+    parser.add_argument('--model', help='folder of stories260K')
+    parser.add_argument('--prompts', help='file of story prompts')
     parser.add_argument('--strategies', nargs='+', choices=('naive', 'ddp'), default=['naive', 'ddp'])
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     args = parser.parse_args()
+    if args.page:
+        return write_page('stories.md', runs=table(json.loads((RESULTS / 'stories.json').read_text())))
+    if not (args.model and args.prompts):
+        parser.error('give --model and --prompts, or --page')
     results = []
     for seed, strategy in product(args.seeds, args.strategies):
         with tempfile.TemporaryDirectory() as folder:

@@ -86,3 +86,48 @@ def test_the_quickstart_runs_as_printed_and_logs_only_what_is_documented(tmp_pat
     for line in lines:
         assert not set(line) - documented
         assert all(value is not None and math.isfinite(value) for value in line.values())
+
+
+# ---------------------------------------------------------------------- length
+
+MOST_LINES, WIDTH = 150, 120
+GENERATED = {'results/model_types.md'}
+"""written by a script from its first table to its last"""
+TOO_LONG = {
+    'coming_from/colossalai.md',
+    'coming_from/llm_on_ray.md',
+    'coming_from/trl.md',
+    'coming_from/trlx.md',
+    'doctor.md',
+    'environments.md',
+    'strategies.md',
+}
+"""pages that are not shortened yet"""
+
+
+def prose(text: str) -> list[str]:
+    """Lines of a page outside of code, tables and parts that a script fills; a link counts as its words."""
+    text = re.sub(r'^```.*?^```', '', text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r'^<!-- (?P<name>.+) -->$.*?^<!-- end of (?P=name) -->$', '', text, flags=re.DOTALL | re.MULTILINE)
+    lines = (re.sub(r'\]\([^)]*\)', ']', line) for line in text.splitlines())
+    return [line for line in lines if not line.startswith(('|', '    '))]
+
+
+def too_long(text: str) -> list[str]:
+    count = len(text.splitlines())
+    found = [f'{count} lines, of at most {MOST_LINES}'] if count > MOST_LINES else []
+    return found + [line for line in prose(text) if len(line) > WIDTH]
+
+
+def test_pages_are_short():
+    pages = {str(page.relative_to(DOCS)): too_long(page.read_text()) for page in sorted(DOCS.rglob('*.md'))}
+    assert pages.keys() >= GENERATED | TOO_LONG
+    assert {name: found for name, found in pages.items() if found and name not in GENERATED | TOO_LONG} == {}
+
+
+def test_a_long_page_and_a_long_line_are_found():
+    assert too_long('word\n' * 150) == [] and too_long('word\n' * 151) == ['151 lines, of at most 150']
+    line = 'word ' * 25
+    assert too_long(f'{line}\n') == [line]
+    assert too_long(f'| {line} |\n    {line}\n```\n{line}\n```\n<!-- a -->\n{line}\n<!-- end of a -->\n') == []
+    assert too_long(f'[words](https://example.org/{"x" * 120})\n') == []

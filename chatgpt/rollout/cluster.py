@@ -12,11 +12,11 @@ from typing import Any
 INSTALL = "pip install 'ray>=2.10', or from a checkout pip install -r requirements-ray.txt"
 
 
-def import_ray(who: str) -> Any:
+def import_ray(user: str) -> Any:
     """Imports ray and the submodules that are used here. Usage reports are off unless the environment enables them.
 
     Raises:
-        ImportError: ray cannot be imported; the message contains `who`, which needs it, and the install command.
+        ImportError: ray cannot be imported; the message contains `user`, which needs it, and the install command.
     """
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
     try:
@@ -25,7 +25,7 @@ def import_ray(who: str) -> Any:
         import ray.util.placement_group
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ImportError(f'{who} needs Ray, which cannot be imported here ({error}); {INSTALL}') from None
+        raise ImportError(f'{user} needs Ray, which cannot be imported here ({error}); {INSTALL}') from None
     return ray
 
 

@@ -38,7 +38,7 @@ FLOOR_UNITS = 64.0
 def edge_bound(d: float, *, filtered: bool = False) -> float:
     """Returns the largest edge distance at which a draw can change if no log-prob changes by more than d.
 
-    Split the tokens that a filter keeps at an edge, into masses A below and B above it. Each mass changes by a factor
+    Split the tokens that a filter keeps at an edge into masses A below and B above it. Each mass changes by a factor
     within [exp(-d), exp(d)], so the logit of F = A / (A + B) moves by at most 2d, and F by at most
     sigmoid(d) - sigmoid(-d) = tanh(d / 2). A filter keeps the same tokens unless the last one kept and the first one
     removed change places: two such tokens are within a factor exp(2d) of each other, the smaller with at most half the
@@ -254,8 +254,8 @@ class ExactDraws(EngineAround):
         for barred, members in rest.items():
             limits = [call.room(i) for i in members]
             room = [limit - samples[i].num_actions for i, limit in zip(members, limits, strict=True)]
-            # One call for all: responses longer than their limit are cut afterwards, and so is `stop` applied, since it
-            # needs the whole response, of which the engine generates only the end.
+            # One call for all. Responses are cut at their own limits afterwards, and by `stop`, which needs the whole
+            # response and not only the part that the engine generates here.
             of_rest = replace(
                 sampling,
                 max_new_tokens=max(room),
@@ -263,14 +263,14 @@ class ExactDraws(EngineAround):
                 min_new_tokens=min(barred, max(room)),
                 stop=None,
             )
-            asked = Call.of(
+            rest_call = Call.of(
                 [Prompt(ids=torch.cat([samples[i].prompt_ids, samples[i].response_ids])) for i in members],
                 of_rest,
                 seed=call.seed,
                 indices=[call.indices[i] for i in members],
                 offsets=[call.offsets[i] + samples[i].num_actions for i in members],
             )
-            further = self.engine.generate(asked)
+            further = self.engine.generate(rest_call)
             for i, limit, more in zip(members, limits, further, strict=True):
                 samples[i] = self._joined(sampling, samples[i], more, limit)
         return {i: changes[i].position + 1 for members in rest.values() for i in members}

@@ -107,11 +107,11 @@ class _DrawTokens(LogitsProcessor):
         uniform = uniforms(self.keys, self.offsets + step) if sampling.do_sample else None
         early = step < sampling.min_new_tokens
         no_end = torch.ones(len(scores), dtype=torch.bool, device=scores.device) if early else None
-        drawn = self.sampler(scores, uniform, no_end)
-        token = drawn.token[:, None]
+        draw = self.sampler(scores, uniform, no_end)
+        token = draw.token[:, None]
         plain = torch.log_softmax(self.logits.scores.float() / self.temperature, dim=-1).gather(1, token)
-        edge = torch.ones_like(plain) if drawn.edge_distance is None else drawn.edge_distance[:, None]
-        self.steps.append((plain, drawn.filtered_logprob[:, None], edge))
+        edge = torch.ones_like(plain) if draw.edge_distance is None else draw.edge_distance[:, None]
+        self.steps.append((plain, draw.filtered_logprob[:, None], edge))
         self.logits.scores = None
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
@@ -330,8 +330,8 @@ def _forward_mismatch(actor: Actor, lengths: Sequence[int], first: int | None = 
         response = output.sequences[row, 1 if encodes else width :]
         states = _plain_states(actor, prompts[row].to(device), response)
         plain = Actor.head(actor, states).float()  # the model's own head, even if the actor overrides it
-        drawn = torch.stack([step[row] for step in output.logits]).float()
-        difference = max(difference, float((plain - drawn).abs().max()))
+        generated = torch.stack([step[row] for step in output.logits]).float()
+        difference = max(difference, float((plain - generated).abs().max()))
         scale = max(scale, float(plain.abs().max()))
     wide = next(actor.parameters()).dtype in (torch.float32, torch.float64)
     allowed = max(scale, 1e-6) * (1e-3 if wide else 5e-2)

@@ -72,10 +72,10 @@ class BaseVLLMEngine(CheckedEngine):
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
-        asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
+        params = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
         given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
-        made = self.llm.generate(given, asked, use_tqdm=False)
-        return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
+        outputs = self.llm.generate(given, params, use_tqdm=False)
+        return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(outputs)]
 
 
 class VLLMEngine(BaseVLLMEngine):

@@ -169,13 +169,13 @@ class VLLMRemoteEngine(RemoteEngine):
     def _check_way(self, device: torch.device) -> None:
         """Raises ValueError for a transfer that is impossible for any worker. Called before the workers start, when
         their GPUs are not known yet."""
-        asked = self.weight_transfer
-        if asked in ('nccl', 'ipc') and (device.type not in SENT_FROM or not self.tensor_parallel):
+        given = self.weight_transfer
+        if given in ('nccl', 'ipc') and (device.type not in SENT_FROM or not self.tensor_parallel):
             raise ValueError(
-                f'weight_transfer={asked!r} sends from a GPU to others, and these weights are on {device} and a worker '
+                f'weight_transfer={given!r} sends from a GPU to others, and these weights are on {device} and a worker '
                 f"has {self.tensor_parallel} GPUs; use weight_transfer='store'"
             )
-        if asked == 'ipc' and (self.tensor_parallel > 1 or _several_ranks()):
+        if given == 'ipc' and (self.tensor_parallel > 1 or _several_ranks()):
             raise ValueError(
                 "weight_transfer='ipc' is from one process to a worker on its own GPU alone, and here are several "
                 f"{'ranks' if _several_ranks() else 'GPUs to a worker'}; use weight_transfer='nccl', or auto"
@@ -183,8 +183,8 @@ class VLLMRemoteEngine(RemoteEngine):
 
     def _way(self, worker: int) -> str:
         """Returns the transfer to use for a worker. Raises ValueError if the requested one is not possible."""
-        asked = self.weight_transfer
-        if asked == 'store' or (asked == 'auto' and not self._can_send()):
+        given = self.weight_transfer
+        if given == 'store' or (given == 'auto' and not self._can_send()):
             return 'store'
         gpus = self.workers.wait(self.workers.call(worker, 'gpus'))
         own = name_of_device(self._device)
@@ -194,9 +194,9 @@ class VLLMRemoteEngine(RemoteEngine):
             way, where = 'ipc', "is on this process's GPU"
         else:
             way, where = 'store', "has this process's GPU among several, or this is one of several ranks"
-        if asked not in ('auto', way):
+        if given not in ('auto', way):
             raise ValueError(
-                f'weight_transfer={asked!r}: rollout worker {worker} {where}; use weight_transfer={way!r}, or auto'
+                f'weight_transfer={given!r}: rollout worker {worker} {where}; use weight_transfer={way!r}, or auto'
             )
         return way
 

@@ -395,8 +395,8 @@ def unpack_samples(
         else:
             mask, of_episode = torch.tensor(packed.masks[where]), packed.episodes[i]._asdict()
             of_episode['prompt_ids'] = torch.tensor(of_episode['prompt_ids'], dtype=torch.int64)
-        asked = prompts[i]
-        of_prompt = {'prompt_ids': asked.ids.cpu(), 'prompt_text': asked.text, 'last_turn': asked.last_turn}
+        prompt = prompts[i]
+        of_prompt = {'prompt_ids': prompt.ids.cpu(), 'prompt_text': prompt.text, 'last_turn': prompt.last_turn}
         made: dict[str, Any] = of_prompt | of_episode
         samples.append(
             Sample(

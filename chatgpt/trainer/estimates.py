@@ -1,6 +1,5 @@
 """Functions of the tables in `algorithms`: advantage estimators and policy losses. They lay out the inputs of the
-formulas in `chatgpt.functional`.
-"""
+formulas in `chatgpt.functional`."""
 
 from __future__ import annotations
 

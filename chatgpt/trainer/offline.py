@@ -158,7 +158,7 @@ class OfflineTrainer(Trainer):
         train_data, eval_data: data of the objective, the same lists on every rank. `train_data` is None if the trainer
             makes it.
         method: None takes the class's own.
-        initial_model: the reference of a method that needs one, as prepared; None if the actor with its adapter off is.
+        initial_model: the reference of a method that needs one, as prepared; None takes the actor with its adapter off.
         config: settings of the method, also accepted as keyword arguments.
         callbacks, tokenizer, run_dir: see `Trainer`.
 

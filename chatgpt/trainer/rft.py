@@ -37,17 +37,17 @@ from chatgpt.types import Prompt, Sample, Sequence
 
 @dataclass(kw_only=True)
 class RFTConfig(SFTConfig):
-    """Every setting of `RFTTrainer`."""
+    """Settings of `RFTTrainer`."""
 
     num_rounds: int = 4
-    """how often is generated and learned"""
+    """number of rounds of generating and learning"""
     num_samples_per_prompt: int = 8
     start_quantile: float = 0.7
-    """of each prompt's scores, in the first round; trlX has 0.7"""
+    """quantile of each prompt's scores in the first round; trlX uses 0.7"""
     end_quantile: float = 0.95
-    """in the last round; trlX has 0.95"""
+    """quantile in the last round; trlX uses 0.95"""
     max_epochs: int = 1
-    """passes over what a round kept"""
+    """passes over the kept responses of a round"""
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)

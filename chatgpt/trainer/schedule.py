@@ -1,6 +1,5 @@
 """Functions of counters: seeds, orders, train batches, the plan of a `fit`, learning rates. A resume needs the counters
-and no generator state.
-"""
+and no generator state."""
 
 from __future__ import annotations
 
@@ -185,7 +184,7 @@ class LearningRate:
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
 
     def out_of_range(self, name: str) -> str | None:
-        """Returns a warning if the named model would not learn at this rate, or diverge in its first steps."""
+        """Returns a warning if the named model would learn nothing at this rate, or diverge in its first steps."""
         rate, adaptive = max(self.base), 'betas' in self.optimizer.param_groups[0]
         if rate == 0.0:
             return f'the learning rate of the {name} is 0, so it learns nothing'

@@ -1,6 +1,5 @@
 """Base of the settings dataclasses, with the table of ranges. Names, ranges and types are checked when an object is
-made.
-"""
+made."""
 
 from __future__ import annotations
 

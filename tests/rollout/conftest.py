@@ -1,4 +1,4 @@
-"""The stand-in for vLLM in place of vLLM."""
+"""A fixture that replaces vLLM by the fake in `stand_in`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _forget() -> None:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Weights of a CPU may be sent to it."""
+    """Imports of vllm give the fake, and weights on a CPU can be sent to it."""
     _forget()
     monkeypatch.syspath_prepend(STAND_IN)
     monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda', 'cpu'))

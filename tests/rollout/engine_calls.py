@@ -1,4 +1,4 @@
-"""What tests of engines have in common: prompts, a call, what a plain forward says, comparisons."""
+"""Helpers for tests of engines: prompts, calls, plain forwards, comparisons."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
     return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
 
 
-def drawn(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:
-    """One phase of an engine. policy: an actor, or a model of transformers. call: of `Call.of`; the seed is 5."""
+def generated(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:
+    """Runs a collect phase of an engine. policy: an actor or a transformers model. call: arguments of `Call.of`; the
+    default seed is 5."""
     prompts = prompts_of() if prompts is None else prompts
     engine.begin(policy if hasattr(policy, 'trunk') else Actor(policy))
     try:
@@ -38,7 +39,7 @@ def assert_same(found: list[Sample], wanted: list[Sample], tolerance: float = 2e
 
 
 def slow_logits(model: Any, sample: Sample) -> torch.Tensor:
-    """(A, V) float64 logits that predict each action: one plain, unpadded forward of the whole sequence."""
+    """Returns (A, V) float64 logits that predict each action, from a plain forward of the whole sequence."""
     ids = torch.cat([sample.prompt_ids, sample.response_ids])
     with torch.no_grad():
         logits = model(ids[None]).logits[0].double()
@@ -46,7 +47,7 @@ def slow_logits(model: Any, sample: Sample) -> torch.Tensor:
 
 
 def tiny_of(kind: str, **own: Any) -> Any:
-    """A random model of a family that `chatgpt.testing` has none of."""
+    """Returns a random model of a family that is not in `chatgpt.testing`."""
     sizes = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'pad_token_id': 0}
     heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'max_position_embeddings': 64}
     torch.manual_seed(0)
@@ -55,7 +56,7 @@ def tiny_of(kind: str, **own: Any) -> Any:
 
 
 class Turns:
-    """Three turns of up to four tokens, an observation of two between them; see `converse`."""
+    """Three turns of up to four tokens, with an observation of two tokens between them; see `converse`."""
 
     def __init__(self, count: int) -> None:
         self.turns: list[list[Any]] = [[] for _ in range(count)]
@@ -70,7 +71,7 @@ class Turns:
         return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
 
 
-def conversed(engine: Any, policy: Any, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Any]]:
+def generated_turns(engine: Any, policy: Any, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Any]]:
     turns = Turns(len(prompts))
     engine.begin(policy)
     engine.converse(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))), turns)

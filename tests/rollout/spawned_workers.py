@@ -1,4 +1,4 @@
-"""Rollout workers without Ray, asked in order: each in a thread, or in a process of its own, which can be killed."""
+"""Rollout workers without Ray, each in a thread, or in a separate process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm_worker import make_worker
 
 STAND_IN = Path(__file__).parent / 'stand_in'
-"""The folder of the stand-in for vLLM."""
+"""folder of the fake vLLM package"""
 
-_worker: Any = None  # of a process
+_worker: Any = None  # the worker of this process
 
 
-def _made(spec: Any, options: Mapping[str, Any], around: Any) -> Any:
+def _make(spec: Any, options: Mapping[str, Any], around: Any) -> Any:
     fetch = lambda bucket: torch.from_numpy(bucket.copy())  # noqa: E731
     return make_worker(spec, options, fetch=fetch, device='cpu', around=around)
 
 
-def _begin(environment: Mapping[str, str], *made_of: Any) -> None:
+def _init_process(environment: Mapping[str, str], *arguments: Any) -> None:
     global _worker
-    os.environ.update(environment)  # a server that forks has that of its start
-    _worker = _made(*made_of)
+    os.environ.update(environment)  # the fork server has the environment of its start
+    _worker = _make(*arguments)
 
 
-def _ask(method: str, args: Any) -> Any:
+def _call_worker(method: str, args: Any) -> Any:
     return getattr(_worker, method)(*args)
 
 
 class SpawnedWorkers:
-    """`RolloutWorkers`. `apart`: in processes."""
+    """Implements `RolloutWorkers`. spawn: run each worker in a process."""
 
-    def __init__(self, num_workers: int, resources: Mapping[str, float] | None = None, *, apart: bool = False) -> None:
-        self.apart = apart
+    def __init__(self, num_workers: int, resources: Mapping[str, float] | None = None, *, spawn: bool = False) -> None:
+        self.spawn = spawn
         self.num_workers, self.resources = num_workers, dict(resources or {})
         self.calls: list[tuple[int, str]] = []
-        """(worker, method) in the order of asking"""
+        """(worker, method) in order"""
         self._workers: list[tuple[Any, Any]] = []
 
     def start(self, spec: Any, engine_options: Mapping[str, Any], around: Any = None) -> None:
-        self._made_of = spec, engine_options, around
+        self._arguments = spec, engine_options, around
         self._workers = [self._new() for _ in range(self.num_workers)]
 
     def _new(self) -> tuple[Any, Any]:
-        """Who runs a worker's calls, and the worker, where it is here."""
-        if not self.apart:
-            return ThreadPoolExecutor(1), _made(*self._made_of)
+        """Returns the executor of a worker's calls, and the worker if it is in this process."""
+        if not self.spawn:
+            return ThreadPoolExecutor(1), _make(*self._arguments)
         context = multiprocessing.get_context('forkserver')
         context.set_forkserver_preload(['chatgpt.rollout.vllm_worker', 'chatgpt.testing', 'transformers.models.gpt2'])
         environment = {name: value for name, value in os.environ.items() if name.startswith(('STAND_IN', 'VLLM'))}
-        return ProcessPoolExecutor(1, context, _begin, (environment, *self._made_of)), None
+        return ProcessPoolExecutor(1, context, _init_process, (environment, *self._arguments)), None
 
     def put(self, bucket: Tensor) -> Any:
         return bucket.clone().numpy()
@@ -71,7 +71,7 @@ class SpawnedWorkers:
         pool, here = self._workers[worker]
         try:
             if here is None:
-                return pool.submit(_ask, method, args)
+                return pool.submit(_call_worker, method, args)
             return pool.submit(getattr(here, method), *pickle.loads(pickle.dumps(args)))
         except BrokenExecutor as error:
             dead: Future[Any] = Future()

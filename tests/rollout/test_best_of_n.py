@@ -43,13 +43,13 @@ def test_the_best_are_found_and_in_order(engine):
         want = sorted((int(s.response_ids.sum()) for s in plain), reverse=True)[:2]
         assert [c.score for c in candidates] == want
         assert [int(c.sample.response_ids.sum()) for c in candidates] == want
-        assert want[0] > min(int(s.response_ids.sum()) for s in plain)  # there was something to choose from
+        assert want[0] > min(int(s.response_ids.sum()) for s in plain)  # the scores differ
 
 
 def test_the_bound_of_the_divergence():
     assert kl_bound(1) == 0.0
     assert kl_bound(4) == pytest.approx(math.log(4) - 0.75)
-    # exactly the divergence where no two responses are equally good: density n u^(n-1) against 1
+    # equals the divergence if all scores differ: density n u^(n-1) against 1
     n, steps = 4, 200_000
     u = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
     density = n * u ** (n - 1)
@@ -107,7 +107,7 @@ def test_a_stream_that_cannot_be(actor, ids, tokens, sentence):
 def test_a_stream_has_no_dropout_and_leaves_it_as_it_was():
     torch.manual_seed(0)
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=24, positions=48, dropout=0.5)).train()
-    actor.model.transformer.h[0].eval()  # a mix, which must come back as it was
+    actor.model.transformer.h[0].eval()  # mixed flags, which must be restored
     modes = [m.training for m in actor.modules()]
     first, second = (
         list(stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)) for _ in range(2)

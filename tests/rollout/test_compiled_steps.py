@@ -1,7 +1,5 @@
-"""Decode steps that torch compiles: the tokens of plain steps, few compilations however many buckets and phases, and
-what cannot be compiled goes on without.
-
-The quick tests compile without inductor: tracing, guards and symbols are the same.
+"""Compiled decode steps: the tokens of plain steps, few compilations for all buckets and phases, and the fallback for
+models that cannot be compiled. The quick tests compile without inductor, with the same tracing, guards and symbols.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
 from engine_calls import assert_same
-from engine_calls import drawn as drawn_of
+from engine_calls import generated as generated_by
 from torch._dynamo.utils import counters
 
 from chatgpt.nn import Actor
@@ -28,8 +26,8 @@ SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.9, eos_token_ids=tuple
 FILTERED = SamplingParams(max_new_tokens=4, top_k=9, top_p=0.8)
 
 
-def drawn(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
-    return drawn_of(engine, actor, sampling, prompts, seed=seed)
+def generated(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
+    return generated_by(engine, actor, sampling, prompts, seed=seed)
 
 
 def compiled_graphs():
@@ -37,13 +35,13 @@ def compiled_graphs():
 
 
 def phases(actor, engine):
-    """Three phases whose responses end one after another, with other weights each time; how often torch compiled in
-    each."""
+    """Runs three phases with different weights, in which responses end one after another. Returns the number of
+    compilations in each."""
     plain, found = LocalEngine(fixed_steps=False, attention='plain'), []
     for phase in range(3):
         before = compiled_graphs()
         prompts = PROMPTS[: 9 - 3 * (phase % 2)]
-        assert_same(drawn(engine, actor, phase, prompts=prompts), drawn(plain, actor, phase, prompts=prompts))
+        assert_same(generated(engine, actor, phase, prompts=prompts), generated(plain, actor, phase, prompts=prompts))
         found.append(compiled_graphs() - before)
         with torch.no_grad():
             for parameter in actor.parameters():
@@ -59,7 +57,7 @@ def traced(monkeypatch):
 
 
 def test_buckets_and_phases_share_what_was_compiled(traced):
-    """Of steps that are made anew for each phase. Blocks that are compiled for learning leave decode steps whole."""
+    """Steps are created again in each phase. Blocks compiled for learning do not break the graph of a decode step."""
     actor = Actor(tiny_causal_lm('gpt2'))
     compile_blocks(actor, backend='eager')
     found = phases(actor, LocalEngine(fixed_steps='compiled', keep=False))
@@ -74,8 +72,8 @@ def test_inductor_draws_the_same_tokens(family):
     actor, engine = Actor(tiny_causal_lm(family)), LocalEngine(fixed_steps='compiled', keep=True)
     found = phases(actor, engine)
     assert 1 <= found[0] <= 2 and found[1:] == [0, 0]
-    want = drawn(LocalEngine(fixed_steps=False), actor, sampling=FILTERED)
-    assert_same(drawn(engine, actor, sampling=FILTERED), want)
+    want = generated(LocalEngine(fixed_steps=False), actor, sampling=FILTERED)
+    assert_same(generated(engine, actor, sampling=FILTERED), want)
 
 
 def test_what_torch_cannot_compile_goes_on_without(monkeypatch):
@@ -88,15 +86,15 @@ def test_what_torch_cannot_compile_goes_on_without(monkeypatch):
     monkeypatch.setattr(torch, 'compile', compile_)
     actor, engine = Actor(tiny_causal_lm('gpt2')), LocalEngine(fixed_steps='compiled', keep=True)
     with pytest.warns(UserWarning, match=r'torch cannot compile this model \(no such thing\); decoding without'):
-        found = drawn(engine, actor)
-    assert_same(found, drawn(LocalEngine(), actor))
+        found = generated(engine, actor)
+    assert_same(found, generated(LocalEngine(), actor))
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        drawn(engine, actor)  # steps that are kept do not try again
+        generated(engine, actor)  # kept steps do not compile again
 
 
 def test_a_gpu_captures_what_was_compiled(monkeypatch):
-    """Per bucket: a call that is watched, one that compiles, a capture; then replays."""
+    """Each bucket has a watched call, a compiled call and a capture, then replays."""
     calls = []
 
     def compile_(step, **settings):
@@ -107,11 +105,11 @@ def test_a_gpu_captures_what_was_compiled(monkeypatch):
     actor = Actor(tiny_causal_lm('gpt2'))
     sampling = SamplingParams(max_new_tokens=7)
     prompts = [Prompt(ids=torch.tensor([5, 6 + i])) for i in range(3)]
-    want = drawn(LocalEngine(fixed_steps=False), actor, sampling=sampling, prompts=prompts)
+    want = generated(LocalEngine(fixed_steps=False), actor, sampling=sampling, prompts=prompts)
     with pretend_cuda(), NaiveStrategy(device='cuda:0', precision='fp32') as strategy:
         on_gpu = strategy.prepare(actor)
-        assert_same(drawn(LocalEngine(fixed_steps='compiled'), on_gpu, sampling=sampling, prompts=prompts), want)
-    assert [key for key, _ in calls] == [(4, 64)] * 2  # compiled, captured; the first of six was watched, three replay
+        assert_same(generated(LocalEngine(fixed_steps='compiled'), on_gpu, sampling=sampling, prompts=prompts), want)
+    assert [key for key, _ in calls] == [(4, 64)] * 2  # of six calls the first is watched, the last three are replays
 
 
 @pytest.mark.gpu
@@ -121,5 +119,5 @@ def test_compiled_and_captured_on_a_gpu(family):
     torch._dynamo.reset()
     actor = Actor(tiny_causal_lm(family).cuda())
     engine = LocalEngine(fixed_steps='compiled', keep=True)
-    assert_same(drawn(engine, actor), drawn(LocalEngine(fixed_steps=False), actor))
+    assert_same(generated(engine, actor), generated(LocalEngine(fixed_steps=False), actor))
     assert engine._fixed._graphs and engine._fixed.compiled

@@ -1,4 +1,4 @@
-"""Packed modules compute what the plain ones do, follow the weights, and leave the model as it was."""
+"""Packed modules compute the same as plain ones, follow changes of the weights, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatgpt.testing import FAMILIES, tiny_causal_lm
 
 @pytest.fixture(autouse=True)
 def narrow_weights_too(monkeypatch):
-    """Tiny models have no others."""
+    """Tiny models have only narrow weights."""
     monkeypatch.setattr(cpu_speed, 'LEAST_PACKED', 0)
 
 
@@ -95,8 +95,8 @@ def test_other_precisions_and_wrapped_modules_stay_as_they_are():
 
 
 def test_narrow_linear_layers_stay_as_they_are(monkeypatch):
-    """gpt2 has four Conv1D in each of two layers and a linear head of 64 x 32; llama seven linear layers and the head,
-    of which those of the MLP, 64 x 32, and the head are the largest."""
+    """gpt2 has four Conv1D in each of two layers and a linear head of 64 x 32; llama has seven linear layers in each of
+    two and the head, the largest being the head and those of the MLP, 64 x 32."""
     gpt2, llama = tiny_causal_lm('gpt2'), tiny_causal_lm('llama')
     if not PackedModules(gpt2).modules:
         pytest.skip('this torch packs nothing')

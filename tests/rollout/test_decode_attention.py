@@ -1,4 +1,4 @@
-"""Forms of attention in a decode step: the tokens of the plain one, on a CPU with a stand-in for FlashAttention over
+"""All forms of attention in decode steps give the tokens of the plain one, on a CPU with a fake of FlashAttention over
 pages, and on a GPU with torch's own."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from engine_calls import assert_same, conversed
-from engine_calls import drawn as drawn_of
+from engine_calls import assert_same, generated_turns
+from engine_calls import generated as generated_by
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 import chatgpt.rollout.local.attention as attention_module
@@ -25,13 +25,13 @@ SIZES |= {'vocab_size': 64, 'max_position_embeddings': 512}
 
 
 def grouped_model(kind=LlamaConfig, kv_heads=2, **settings):
-    """Random, with fewer key heads than query heads."""
+    """A random model with fewer key heads than query heads."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(kind(**SIZES, num_key_value_heads=kv_heads, **settings))
 
 
-def attended(query, key, value, counts, scale):
-    """Slowly: one row, one head at a time. query (n, H, d); key, value (n, H_kv, K, d) → (n, H, d)."""
+def slow_attention(query, key, value, counts, scale):
+    """Computes attention by a loop over rows and heads. query (n, H, d); key, value (n, H_kv, K, d) → (n, H, d)."""
     out = torch.zeros_like(query)
     for i, count in enumerate(counts.tolist()):
         for h in range(query.shape[1]):
@@ -41,7 +41,7 @@ def attended(query, key, value, counts, scale):
     return out
 
 
-def paged_form(
+def fake_varlen_attn(
     query,
     key,
     value,
@@ -58,7 +58,7 @@ def paged_form(
     block_table=None,
     num_splits=None,
 ):
-    """torch 2.13's parameters, and what FlashAttention demands of them (flash_api.cpp)."""
+    """Has the parameters of torch 2.13 and checks the requirements of FlashAttention (flash_api.cpp)."""
     pages, page_size, kv_heads, d = key.shape
     n, heads, _ = query.shape
     assert enable_gqa and heads % kv_heads == 0 and d % 8 == 0 and d <= 256
@@ -69,28 +69,28 @@ def paged_form(
     assert (max_q, max_k) == (1, page_size) and int(seqused_k.max()) <= page_size and pages >= n
     rows = block_table[:, 0].long()
     key, value = (x[rows].transpose(1, 2) for x in (key, value))
-    return attended(query, key, value, seqused_k, scale or 1 / math.sqrt(d))
+    return slow_attention(query, key, value, seqused_k, scale or 1 / math.sqrt(d))
 
 
 @pytest.fixture
 def pages(monkeypatch):
-    """The stand-in in place of torch's, on any device and in any dtype; counts its calls."""
+    """Replaces torch's function by the fake, on any device and in any dtype, and records its calls."""
     calls = []
 
     def counting(*args, **kwargs):
         calls.append(len(args[0]))
-        return paged_form(*args, **kwargs)
+        return fake_varlen_attn(*args, **kwargs)
 
-    asked = attention_module.why_not
+    original = attention_module.why_not
     monkeypatch.setattr(attention_module, 'paged_varlen', lambda: counting)
     monkeypatch.setattr(
-        attention_module, 'why_not', lambda form, actor: asked('grouped' if form == 'varlen' else form, actor)
+        attention_module, 'why_not', lambda form, actor: original('grouped' if form == 'varlen' else form, actor)
     )
     return calls
 
 
-def drawn(engine, actor, sampling=SAMPLING):
-    return drawn_of(engine, actor, sampling, PROMPTS, seed=1)
+def generated(engine, actor, sampling=SAMPLING):
+    return generated_by(engine, actor, sampling, PROMPTS, seed=1)
 
 
 @pytest.mark.parametrize(('kv_heads', 'scale'), [(4, None), (2, 0.3), (1, None)])
@@ -99,7 +99,7 @@ def test_both_forms_against_a_slow_loop(kv_heads, scale, pages):
     query = torch.randn(3, 4, 1, 8, generator=g, dtype=torch.float64)
     key, value = (torch.randn(3, kv_heads, 256, 8, generator=g, dtype=torch.float64) for _ in range(2))
     counts = torch.tensor([5, 1, 256], dtype=torch.int32)
-    want = attended(query[:, :, 0], key, value, counts, scale or 1 / math.sqrt(8))[:, None]
+    want = slow_attention(query[:, :, 0], key, value, counts, scale or 1 / math.sqrt(8))[:, None]
     beyond = torch.arange(256) >= counts[:, None]
     mask = torch.zeros(3, 256, dtype=torch.float64).masked_fill(beyond, torch.finfo(torch.float64).min)[:, None, None]
     torch.testing.assert_close(grouped_attention(query, key, value, mask, scale), want)
@@ -114,7 +114,7 @@ def test_both_forms_against_a_slow_loop(kv_heads, scale, pages):
 def test_tokens_are_those_of_plain_attention(form, kv_heads, fixed, pages):
     actor = Actor(grouped_model(kv_heads=kv_heads))
     engine = LocalEngine(attention=form, fixed_steps=fixed, max_batch_size=4)
-    assert_same(drawn(engine, actor), drawn(LocalEngine(attention='plain', max_batch_size=4), actor))
+    assert_same(generated(engine, actor), generated(LocalEngine(attention='plain', max_batch_size=4), actor))
     assert engine.attention_form == form and bool(pages) == (form == 'varlen')
 
 
@@ -126,22 +126,22 @@ def test_families_take_pages_or_say_why_not(family, pages):
         with pytest.raises(ValueError, match="'varlen' cannot be had: BloomForCausalLM has an attention of its"):
             engine.begin(actor)
         return
-    assert_same(drawn(engine, actor), drawn(LocalEngine(), actor))
+    assert_same(generated(engine, actor), generated(LocalEngine(), actor))
     assert pages
 
 
 @pytest.mark.parametrize('fixed', [False, True])
 def test_turns_by_pages(fixed, pages):
     actor, sampling = Actor(grouped_model()), SamplingParams(max_new_tokens=16)
-    wanted = conversed(LocalEngine(max_batch_size=3), actor, PROMPTS, sampling)
+    wanted = generated_turns(LocalEngine(max_batch_size=3), actor, PROMPTS, sampling)
     engine = LocalEngine(attention='varlen', fixed_steps=fixed, max_batch_size=3)
-    assert conversed(engine, actor, PROMPTS, sampling) == wanted and pages
+    assert generated_turns(engine, actor, PROMPTS, sampling) == wanted and pages
 
 
 def test_windows_and_soft_caps():
-    """A window longer than the sequences changes nothing; a soft cap is refused by name, and by 'auto' left plain."""
+    """A window longer than the sequences changes nothing; a soft cap is rejected."""
     window = Actor(grouped_model(MistralConfig, sliding_window=64))
-    assert_same(drawn(LocalEngine(attention='grouped'), window), drawn(LocalEngine(), window))
+    assert_same(generated(LocalEngine(attention='grouped'), window), generated(LocalEngine(), window))
     settings = {'attn_logit_softcapping': 5.0, 'query_pre_attn_scalar': 8, 'sliding_window': 64}
     capped = Actor(grouped_model(Gemma2Config, attn_implementation='eager', **settings))
     with pytest.raises(ValueError, match="'grouped' cannot be had: Gemma2ForCausalLM has an attention of its"):
@@ -149,7 +149,7 @@ def test_windows_and_soft_caps():
 
 
 def test_a_form_that_does_not_agree_is_refused(monkeypatch, pages):
-    """The check when an engine begins: here pages that miss the newest token."""
+    """Pages without the newest token fail the check of `begin`."""
     kept = PagedAttention.__init__
     monkeypatch.setattr(PagedAttention, '__init__', lambda self, counts: kept(self, counts - 1))
     with pytest.raises(ValueError, match=r"attention='varlen' cannot be had: hidden states differ by"):
@@ -170,12 +170,12 @@ def test_what_a_cpu_does_by_default_and_what_is_refused():
 @pytest.mark.parametrize('kv_heads', [4, 2, 1])
 @pytest.mark.parametrize('fixed', [False, True])
 def test_pages_on_a_gpu(kv_heads, fixed):
-    """bf16 rounds, so greedy tokens are compared as far as the plain ones are clear, and their log-probs."""
+    """In bf16 greedy tokens may differ by rounding, so log-probs are compared up to the first different token."""
     actor = Actor(grouped_model(kv_heads=kv_heads).to('cuda', torch.bfloat16))
     sampling = SamplingParams(max_new_tokens=6, do_sample=False)
     engine = LocalEngine(fixed_steps=fixed)
-    found = drawn(engine, actor, sampling)
-    want = drawn(LocalEngine(attention='plain', fixed_steps=fixed), actor, sampling)
+    found = generated(engine, actor, sampling)
+    want = generated(LocalEngine(attention='plain', fixed_steps=fixed), actor, sampling)
     assert engine.attention_form == ('varlen' if paged_varlen() is not None else 'grouped')
     for a, b in zip(found, want, strict=True):
         torch.testing.assert_close(a.logprobs[:1], b.logprobs[:1], atol=0.05, rtol=0)
@@ -193,7 +193,7 @@ def test_pages_against_a_slow_loop_on_a_gpu(kv_heads):
     query = torch.randn(3, 4, 1, 64, generator=g)
     key, value = (torch.randn(3, kv_heads, 512, 64, generator=g) for _ in range(2))
     counts = torch.tensor([5, 300, 512], dtype=torch.int32)
-    want = attended(query[:, :, 0], key, value, counts, 1 / 8)[:, None]
+    want = slow_attention(query[:, :, 0], key, value, counts, 1 / 8)[:, None]
     q, k, v = (x.to('cuda', torch.bfloat16) for x in (query, key, value))
     found = PagedAttention(counts.cuda())(q, k, v, None, None).float().cpu()
     torch.testing.assert_close(found, want, atol=0.03, rtol=0.03)

@@ -1,4 +1,4 @@
-"""`ExactDraws`: tokens that do not depend on the batch, where those of the engine alone do."""
+"""`ExactDraws`: tokens do not depend on the batch, even if those of the engine alone do."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ NOISE = 5e-3
 
 
 class Uneven(Actor):
-    """Logits with an error that depends on the shape of the batch, as rounding has, but large enough to be seen."""
+    """An actor with an error in its logits that depends on the shape of the batch, like rounding, but is larger."""
 
     def head(self, hidden):
         logits = super().head(hidden)
         generator = torch.Generator().manual_seed(math.prod(hidden.shape[:-1]))
-        # a whole row has the same error: rows of one batch do not change places with it
+        # all rows have the same error, so it does not depend on their order
         return logits + NOISE * (2 * torch.rand(logits.shape[-1], generator=generator, dtype=torch.float32) - 1)
 
 
 def responses(engine, actor, prompts, sampling, *, together: int, seed: int = 11) -> list[tuple[list[int], str]]:
-    """Tokens and endings, of calls of so many prompts."""
+    """Returns tokens and finish reasons, from calls with `together` prompts each."""
     engine.begin(actor)
     found = []
     for first in range(0, len(prompts), together):
@@ -58,7 +58,7 @@ def test_another_batch_changes_tokens_of_the_engine_alone_and_none_of_exact_draw
     sampling = SamplingParams(**{'max_new_tokens': 24, **SETTINGS[name]})
     prompts = prompts_of()
     alone = [responses(LocalEngine(), actor, prompts, sampling, together=n) for n in (8, 3)]
-    assert name == 'greedy' or alone[0] != alone[1]  # two best logits are seldom so near
+    assert name == 'greedy' or alone[0] != alone[1]  # the two best logits are seldom close enough
     engines = [ExactDraws(LocalEngine(max_batch_size=n)) for n in (256, 3, 256)]
     found = [responses(e, actor, prompts, sampling, together=n) for e, n in zip(engines, (8, 8, 1), strict=True)]
     assert found[0] == found[1] == found[2]
@@ -78,9 +78,9 @@ def test_tokens_are_those_of_a_slow_loop_over_one_sequence():
     sampler = TokenSampler(sampling, 'cpu')
     actor.eval()
     for index, (prompt, (ids, reason)) in enumerate(zip(prompts, found, strict=True)):
-        drawn: list[int] = []
+        sampled: list[int] = []
         while True:
-            so_far = prompt.ids.tolist() + drawn
+            so_far = prompt.ids.tolist() + sampled
             width = next(w for w in (32, 64, 128) if w >= len(so_far))
             row = torch.tensor([so_far + [so_far[0]] * (width - len(so_far))])
             with torch.no_grad():
@@ -88,17 +88,17 @@ def test_tokens_are_those_of_a_slow_loop_over_one_sequence():
                 block = (len(so_far) - 1) // 32
                 logits = actor.head(hidden[32 * block : 32 * block + 32])[(len(so_far) - 1) % 32]
             key = local.sample_keys(11, torch.tensor([index]))
-            uniform = uniforms(key, torch.tensor([len(drawn)]))[:, None]
-            drawn.append(int(sampler(logits[None], uniform, torch.tensor([len(drawn) < 4])).token))
-            if drawn[-1] in (3, 4) or (len(drawn) >= 4 and stop(drawn)) or len(drawn) == 40:
+            uniform = uniforms(key, torch.tensor([len(sampled)]))[:, None]
+            sampled.append(int(sampler(logits[None], uniform, torch.tensor([len(sampled) < 4])).token))
+            if sampled[-1] in (3, 4) or (len(sampled) >= 4 and stop(sampled)) or len(sampled) == 40:
                 break
-        assert ids == drawn
-        assert reason == ('eos' if drawn[-1] in (3, 4) else 'stop' if stop(drawn) else 'length')
+        assert ids == sampled
+        assert reason == ('eos' if sampled[-1] in (3, 4) else 'stop' if stop(sampled) else 'length')
 
 
 @pytest.mark.parametrize('filters', [{}, {'top_k': 5}, {'top_p': 0.8}, {'top_k': 9, 'top_p': 0.6}])
 def test_no_draw_beyond_the_bound_flips_and_some_within_do(filters):
-    """Random distributions, errors of exactly d in random directions, many uniforms."""
+    """Uses random distributions, errors of d in random directions, and many uniform numbers."""
     generator = torch.Generator().manual_seed(1)
     d, rows = 1e-2, 20000
     sampler = TokenSampler(SamplingParams(max_new_tokens=1, **filters), 'cpu')
@@ -111,7 +111,7 @@ def test_no_draw_beyond_the_bound_flips_and_some_within_do(filters):
     flipped = one.token != other.token
     assert flipped.sum() > 20
     assert float(one.edge_distance[flipped].max()) <= edge_bound(d, filtered=bool(filters))
-    # not far above what is needed
+    # the bound is not far from tight
     assert float(one.edge_distance[flipped].max()) > edge_bound(d, filtered=bool(filters)) / 8
 
 
@@ -137,7 +137,7 @@ def test_in_16_bits():
     engines = ExactDraws(LocalEngine()), ExactDraws(LocalEngine())
     found = [responses(e, actor, prompts, sampling, together=n) for e, n in zip(engines, (8, 1), strict=True)]
     assert found[0] == found[1]
-    assert all(e.redrawn > 8 * 15 for e in engines)  # its bound is wide: nearly all is read again
+    assert all(e.redrawn > 8 * 15 for e in engines)  # the bound is large, so nearly all draws are repeated
 
 
 def test_a_bound_that_proves_too_small_is_an_error():

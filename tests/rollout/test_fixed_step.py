@@ -1,6 +1,6 @@
-"""Decoding at fixed shapes: the tokens of the ordinary decode, whatever lives and dies, and graphs where there is a
-GPU. What may become a graph, and what a capture that breaks off leaves behind, on a stand-in for torch's allocator and
-graphs that does what torch 2.11 does: ending a capture that was broken off fails, and the pool stays in capture."""
+"""Decoding in fixed shapes gives the tokens of plain decoding, and captures graphs on a GPU. The conditions of a
+capture and the state after a failed one are tested on a fake of torch's allocator and graphs, which behaves like torch
+2.11: ending a failed capture fails, and the pool stays in capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import transformers
-from engine_calls import assert_same, drawn, prompts_of
+from engine_calls import assert_same, generated, prompts_of
 
 import chatgpt.rollout.hf
 import chatgpt.rollout.local.run
@@ -46,7 +46,8 @@ def test_tokens_are_those_of_the_ordinary_decode(family, settings, max_batch_siz
     model = tiny_causal_lm(family, tie_word_embeddings=False)
     sampling = SamplingParams(max_new_tokens=11, **SETTINGS[settings])
     plain, fixed = (
-        drawn(LocalEngine(fixed_steps=fixed, max_batch_size=max_batch_size), model, sampling) for fixed in (False, True)
+        generated(LocalEngine(fixed_steps=fixed, max_batch_size=max_batch_size), model, sampling)
+        for fixed in (False, True)
     )
     assert_same(plain, fixed)
     if settings == 'ends':
@@ -60,7 +61,7 @@ def test_another_call_of_the_phase_reuses_the_steps():
     engine.begin(actor)
     for indices in (range(8), range(100, 108), range(200, 208)):
         call = Call.of(prompts_of(), sampling, seed=5, indices=indices)
-        plain = drawn(LocalEngine(fixed_steps=False), actor, sampling, indices=indices)
+        plain = generated(LocalEngine(fixed_steps=False), actor, sampling, indices=indices)
         assert_same(engine.generate(call), plain)
         made.append(engine._fixed)
     assert made[0] is made[1] is made[2] is not None
@@ -81,7 +82,7 @@ def test_graphs_draw_what_calls_draw(family, settings):
     host_mask = family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23  # made from a number of the host
     assert bool(engine._fixed._graphs) != host_mask
     engine.end()
-    assert_same(drawn(LocalEngine(fixed_steps=False), model, sampling), graphs)
+    assert_same(generated(LocalEngine(fixed_steps=False), model, sampling), graphs)
 
 
 # ---------------------------------------------------------------------- attention backends
@@ -94,7 +95,7 @@ CUDA = torch.device('cuda', 0)
     ('engine', 'during'),
     [
         (LocalEngine(fixed_steps=False), [False] * 5),
-        (LocalEngine(fixed_steps=True), [False, True, True, True, True]),  # few shapes: only the prefill is without
+        (LocalEngine(fixed_steps=True), [False, True, True, True, True]),  # disabled for the prefill only
         (HFEngine(), [False] * 5),
     ],
 )
@@ -122,21 +123,21 @@ def test_a_setting_of_the_users_own_stays():
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-# ---------------------------------------------------------------- what may become a CUDA graph
+# ---------------------------------------------------------------- conditions of a CUDA graph
 
 PROMPTS = [Prompt(ids=torch.tensor(ids)) for ids in ([5, 9, 3], [4], [7, 8, 9, 10])]
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.8)
 
 
 class Capturing(LocalEngine):
-    """Captures on the CPU, where the stand-in is."""
+    """Captures on the CPU, with the fake graphs."""
 
     def captures(self, device):
         return self._can_capture
 
 
-class Cuda:
-    """torch.cuda as far as a capture uses it."""
+class FakeCuda:
+    """A fake of the parts of torch.cuda that a capture uses."""
 
     def __init__(self, monkeypatch, fails: str | None) -> None:
         self.underway: set[tuple[int, int]] = set()
@@ -188,13 +189,13 @@ class Cuda:
 
 
 def phase(engine, model):
-    return [s.response_ids.tolist() for s in drawn(engine, model, SAMPLING, PROMPTS)]
+    return [s.response_ids.tolist() for s in generated(engine, model, SAMPLING, PROMPTS)]
 
 
 def test_a_capture_that_breaks_off_leaves_the_allocator_and_the_tokens_whole(monkeypatch):
     model = tiny_causal_lm('gpt2')
     want = phase(LocalEngine(fixed_steps=False), model)
-    cuda = Cuda(monkeypatch, fails='CUDA error: operation not permitted when stream is capturing\nmore')
+    cuda = FakeCuda(monkeypatch, fails='CUDA error: operation not permitted when stream is capturing\nmore')
     engine = Capturing(fixed_steps=True)
     with pytest.warns(UserWarning, match=r'no CUDA graph of this model \(CUDA error: operation not permitted when str'):
         assert phase(engine, model) == want
@@ -210,19 +211,19 @@ def test_a_capture_that_breaks_off_leaves_the_allocator_and_the_tokens_whole(mon
 
 
 @pytest.mark.parametrize(
-    ('change', 'told'),
+    ('change', 'message'),
     [
         (lambda x: x + torch.tensor(0.0), 'aten.lift_fresh'),  # as BLOOM's mask in transformers 5.17
         (lambda x: x if x[0, 0, 0] < 1e9 else -x, 'aten.(is_nonzero|item)'),
     ],
 )
-def test_a_model_that_makes_a_tensor_from_a_number_or_reads_one_is_never_captured(change, told, monkeypatch):
+def test_a_model_that_makes_a_tensor_from_a_number_or_reads_one_is_never_captured(change, message, monkeypatch):
     model = tiny_causal_lm('gpt2')
     want = phase(LocalEngine(fixed_steps=False), model)
-    cuda = Cuda(monkeypatch, fails='not reached')
+    cuda = FakeCuda(monkeypatch, fails='not reached')
     forward = model.transformer.h[0].forward
     model.transformer.h[0].forward = lambda x, *args, **kwargs: forward(change(x), *args, **kwargs)
-    with pytest.warns(UserWarning, match=f'it needs the host: {told}'):
+    with pytest.warns(UserWarning, match=f'it needs the host: {message}'):
         assert phase(Capturing(fixed_steps=True), model) == want
     assert cuda.captures == 0
 
@@ -236,19 +237,19 @@ def test_a_model_that_makes_a_tensor_from_a_number_or_reads_one_is_never_capture
     ],
 )
 def test_our_own_step_takes_nothing_from_the_host(family, settings, monkeypatch):
-    """Negative control of the watch: trunk, head, draw and bookkeeping pass, and are captured."""
+    """Negative control of the watch: the step of a supported model is captured."""
     if family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23:
         pytest.skip('makes its mask from a number of the host')
-    cuda = Cuda(monkeypatch, fails='reached')
+    cuda = FakeCuda(monkeypatch, fails='reached')
     engine = Capturing(fixed_steps=True)
     with pytest.warns(UserWarning, match='reached'):
-        drawn(engine, tiny_causal_lm(family), SamplingParams(max_new_tokens=4, **settings), PROMPTS)
+        generated(engine, tiny_causal_lm(family), SamplingParams(max_new_tokens=4, **settings), PROMPTS)
     assert cuda.captures == 1
 
 
 DEVICE = torch.device('meta')
 MADE = ('aten.detach_', 'aten.lift_fresh')
-"""what is seen of `torch.tensor`: the former up to torch 2.13, the latter in 2.15"""
+"""operators dispatched by `torch.tensor`: the former up to torch 2.13, the latter in 2.15"""
 
 
 @pytest.mark.parametrize(
@@ -263,11 +264,11 @@ MADE = ('aten.detach_', 'aten.lift_fresh')
         (lambda x, host: torch.full((), 2.0, device=DEVICE), None),
         (lambda x, host: x[1:2].to(torch.float64), None),
         (lambda x, host: torch.where(x > 0, x, 0.0), None),
-        (lambda x, host: float(host[0]), None),  # of the CPU itself
+        (lambda x, host: float(host[0]), None),  # on the CPU only
     ],
 )
 def test_what_the_watch_sees_between_two_devices(act, name):
-    """The meta device stands for a GPU."""
+    """The meta device represents a GPU."""
     x, host = torch.ones(3, device=DEVICE), torch.ones(3)
     with torch.inference_mode(), HostWatch(DEVICE) as watch:
         act(x, host)

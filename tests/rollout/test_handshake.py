@@ -1,5 +1,5 @@
-"""The check of weights that an engine was handed: right ones pass, others are told before a sample is drawn. On engines
-and workers of this package; tests/real_vllm has the same of vLLM."""
+"""The check of transferred weights: correct ones pass, wrong ones raise before the first sample. For engines and
+workers of this package; see tests/real_vllm for vLLM."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def generated(engine: Any, actor: Any) -> Any:
 
 
 class CopyEngine(CheckedEngine):
-    """As somebody else might write one: it says how weights come to it and how it generates."""
+    """A third-party engine, which implements `transfer` and `answer`."""
 
     abilities = Abilities(reproducible=True, copies_weights=True)
-    asked = 0
+    num_answers = 0
 
     def transfer(self, model: Any, tensors: Any) -> None:
         self.model = ModelSpec.of(model).build()
@@ -53,7 +53,7 @@ class CopyEngine(CheckedEngine):
         return tensors
 
     def answer(self, call: Any, limits: list[int]) -> Any:
-        self.asked += 1
+        self.num_answers += 1
         local = LocalEngine()
         local.begin(Actor(self.model))
         return local.answer(call, limits)
@@ -77,7 +77,7 @@ def test_the_right_weights_pass_whenever_they_are_handed_over(kind, lora_rank):
     for seed in range(3):
         actor = actor_of(seed, lora_rank)
         generated(engine, actor)
-        assert engine.difference < 1e-5 and actor.training  # as it was
+        assert engine.difference < 1e-5 and actor.training  # restored
         engine.end()
 
 
@@ -93,10 +93,10 @@ def test_an_engine_that_keeps_an_old_tensor_is_refused(kind, lost, monkeypatch):
     kept = {n: p for n, p in old.model.named_parameters() if n.endswith(lost)}
     assert kept
     monkeypatch.setattr(engine, 'received', lambda tensors: tensors | kept)
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as error:
         generated(engine, new)
-    assert all(words in str(told.value) for words in (kind.__name__, 'nats, where float32 explains', 'look at'))
-    with pytest.raises(RuntimeError, match='nats'):  # and still, when it is asked again
+    assert all(words in str(error.value) for words in (kind.__name__, 'nats, where float32 explains', 'look at'))
+    with pytest.raises(RuntimeError, match='nats'):  # and again at the next call
         engine.generate(CALL)
     monkeypatch.undo()
     generated(engine, new)
@@ -106,9 +106,9 @@ def test_an_engine_that_keeps_an_old_tensor_is_refused(kind, lost, monkeypatch):
 def test_weights_are_checked_once_for_each_transfer_and_what_is_not_finite_is_not_sent():
     engine, actor = CopyEngine(), actor_of()
     generated(engine, actor)
-    assert engine.asked == 2
+    assert engine.num_answers == 2
     engine.generate(CALL)
-    assert engine.asked == 3
+    assert engine.num_answers == 3
     with torch.no_grad():
         actor.model.transformer.ln_f.weight[0] = float('nan')
     with pytest.raises(FloatingPointError, match='log-probs of the actor are not finite'):
@@ -145,7 +145,7 @@ def test_differences_and_dtypes_by_hand():
     of_two = Handshake(engine='Mine', dtype=torch.float32, **numbers)
     assert of_two.difference([(3, -two), (5, -1.0)]) == 0
     assert of_two.difference([(4, -3.25), (5, -1.125)]) == 0.25  # the same tokens, other log-probs
-    # 9 is not among the likeliest: one of the log-probs of 5 and 9 has moved by half of -1 - -1.25 at least
+    # 9 is not among the top tokens: the log-prob of 5 or 9 has moved by at least half of -1 - -1.25
     assert of_two.difference([(3, -two), (9, -1.0)]) == 0.125
     assert of_two.check([(3, -two + 0.0156), (5, -1.0)]) == pytest.approx(0.0156)
     with pytest.raises(RuntimeError, match='Mine: .* by 0.031 nats, where float32 explains 0.02'):

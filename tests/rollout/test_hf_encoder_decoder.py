@@ -1,4 +1,4 @@
-"""The hf engine with encoder-decoders: what it draws, records and refuses."""
+"""The hf engine with encoder-decoders: its samples, log-probs and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def begun(actor: Actor, **options: Any) -> HFEngine:
     return engine
 
 
-def drawn(engine: HFEngine, given: list[Prompt] | None = None, seed: int = 3, **sampling: Any) -> list[Sample]:
+def generated(engine: HFEngine, given: list[Prompt] | None = None, seed: int = 3, **sampling: Any) -> list[Sample]:
     given = prompts() if given is None else given
     limits = {'limits': sampling.pop('limits')} if 'limits' in sampling else {}
     call = Call.of(given, SamplingParams(**sampling), seed=seed, indices=range(len(given)), **limits)
@@ -53,7 +53,7 @@ def drawn(engine: HFEngine, given: list[Prompt] | None = None, seed: int = 3, **
 
 @torch.no_grad()
 def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, length: int, top_k: int = 0) -> Any:
-    """Tokens and log-probs of one response, without a cache and one sequence at a time."""
+    """Computes tokens and log-probs of one response without a cache."""
     ids, logprobs, filtered = [START[family]], [], []
     for position in range(length):
         out = actor.model(input_ids=prompt[None], decoder_input_ids=torch.tensor([ids]), output_hidden_states=True)
@@ -73,7 +73,7 @@ def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, leng
 def test_draws_are_those_of_each_sequence_alone(family):
     actor = Actor(model(family))
     engine = begun(actor, max_batch_size=3)
-    samples = drawn(engine, max_new_tokens=6, top_k=5, pad_token_id=9)
+    samples = generated(engine, max_new_tokens=6, top_k=5, pad_token_id=9)
     for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
         ids, logprobs, filtered = by_hand(actor, family, prompt.ids, index, 3, 6, 5)
         assert sample.response_ids.tolist() == ids.tolist() and sample.finish_reason == 'length'
@@ -90,7 +90,7 @@ def test_log_probs_are_the_actors(family):
     engine = begun(actor)
     ends = tuple(range(20, 36))
     filters = {'temperature': 0.7, 'top_p': 0.9, 'min_new_tokens': 2, 'eos_token_ids': ends}
-    samples = drawn(engine, prompts() * 4, seed=1, max_new_tokens=8, **filters)
+    samples = generated(engine, prompts() * 4, seed=1, max_new_tokens=8, **filters)
     engine.end()
     got = actor(collate(samples), temperature=0.7).logprobs
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got.detach(), atol=1e-4, rtol=1e-4)
@@ -105,7 +105,7 @@ def test_log_probs_are_the_actors(family):
 def test_greedy_is_transformers_own(family):
     made = model(family)
     greedy = {'max_new_tokens': 5, 'do_sample': False}
-    for sample, prompt in zip(drawn(begun(Actor(made)), **greedy), prompts(), strict=True):
+    for sample, prompt in zip(generated(begun(Actor(made)), **greedy), prompts(), strict=True):
         plain = {'eos_token_id': None, 'decoder_start_token_id': START[family], 'num_beams': 1}
         want = made.generate(prompt.ids[None], **greedy, **plain)
         assert sample.response_ids.tolist() == want[0, 1:].tolist()
@@ -123,24 +123,24 @@ def test_tokens_in_a_terminal_are_the_engines(family):
 def test_extras_and_stops_and_own_limits():
     actor = Actor(model('bart'))
     engine = begun(actor)
-    first = drawn(engine, max_new_tokens=6)
+    first = generated(engine, max_new_tokens=6)
     barred = int(first[0].response_ids[0])
-    samples = drawn(engine, max_new_tokens=6, extra={'suppress_tokens': [barred]})
+    samples = generated(engine, max_new_tokens=6, extra={'suppress_tokens': [barred]})
     assert all(barred not in s.response_ids.tolist() for s in samples)
-    got = actor(collate(samples)).logprobs.detach()  # what was barred is in the filtered log-probs alone
+    got = actor(collate(samples)).logprobs.detach()  # suppressed tokens affect the filtered log-probs only
     torch.testing.assert_close(torch.cat([s.logprobs for s in samples]), got, atol=1e-4, rtol=1e-4)
     assert bool((torch.cat([s.filtered_logprobs for s in samples]) > got).all())
-    stopped = drawn(engine, max_new_tokens=6, stop=lambda ids: len(ids) == 2)
+    stopped = generated(engine, max_new_tokens=6, stop=lambda ids: len(ids) == 2)
     assert [s.num_actions for s in stopped] == [2] * 4
     for limited, sample, n in zip(
-        drawn(engine, max_new_tokens=6, limits=[1, None, 3, 2]), first, (1, 6, 3, 2), strict=True
+        generated(engine, max_new_tokens=6, limits=[1, None, 3, 2]), first, (1, 6, 3, 2), strict=True
     ):
         assert limited.response_ids.tolist() == sample.response_ids[:n].tolist()
-    beams = drawn(engine, max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
-    assert not engine.abilities.reproducible  # until tokens are drawn again
+    beams = generated(engine, max_new_tokens=4, do_sample=False, extra={'num_beams': 2})
+    assert not engine.abilities.reproducible  # until the next sampled call
     got = actor(collate(beams)).logprobs.detach()
     torch.testing.assert_close(torch.cat([s.logprobs for s in beams]), got, atol=1e-4, rtol=1e-4)
-    drawn(engine, max_new_tokens=6)
+    generated(engine, max_new_tokens=6)
     assert engine.abilities.reproducible
 
 
@@ -153,19 +153,19 @@ def test_ilql_draws_from_its_improved_policy(family):
             head[-1].weight.mul_(20)
     with ilql.decoding(2.0):
         engine = begun(ilql)
-        samples = drawn(engine, max_new_tokens=4)
+        samples = generated(engine, max_new_tokens=4)
         for sample, prompt, index in zip(samples, prompts(), range(4), strict=True):
             ids, logprobs, _ = by_hand(ilql, family, prompt.ids, index, 3, 4)
             assert sample.response_ids.tolist() == ids.tolist()
             torch.testing.assert_close(sample.logprobs, logprobs, atol=1e-4, rtol=1e-4)
         with pytest.raises(ValueError, match='only sampling and greedy decoding see; leave out num_beams'):
-            drawn(engine, max_new_tokens=4, extra={'num_beams': 2})
+            generated(engine, max_new_tokens=4, extra={'num_beams': 2})
         engine.end()
-    plain = drawn(begun(ilql), max_new_tokens=4)
+    plain = generated(begun(ilql), max_new_tokens=4)
     assert [s.response_ids.tolist() for s in plain] != [s.response_ids.tolist() for s in samples]
 
 
-# --- who generates, and what is refused -----------------------------------------------------------------------------
+# --- choice of engine, and errors ------------------------------------------------------------------------------------
 
 
 def test_the_engine_is_chosen_in_one_place():
@@ -188,12 +188,12 @@ def test_engines_of_decoders_refuse_an_encoder_decoder():
 def test_prompts_that_do_not_fit_a_side():
     engine = begun(Actor(model('bart')))
     long = [Prompt(ids=torch.arange(3, 33))]
-    assert len(drawn(engine, long, max_new_tokens=31)) == 1
+    assert len(generated(engine, long, max_new_tokens=31)) == 1
     for given, tokens in ((long, 32), ([Prompt(ids=torch.arange(3, 36))], 2)):
         with pytest.raises(ValueError, match="past the model's 32 positions .* on one side"):
-            drawn(engine, given, max_new_tokens=tokens)
+            generated(engine, given, max_new_tokens=tokens)
     engine = begun(Actor(model('t5')))
-    assert len(drawn(engine, long, max_new_tokens=40)) == 1
+    assert len(generated(engine, long, max_new_tokens=40)) == 1
     later_turn = Call.of(prompts(), SamplingParams(max_new_tokens=2), seed=0, indices=range(4), offsets=[0, 3, 0, 0])
     with pytest.raises(ValueError, match='is an encoder-decoder, whose prompt cannot hold what it has written'):
         engine.generate(later_turn)
@@ -206,7 +206,7 @@ SMALL |= {'d_model': 16, 'vocab_size': 64, 'max_position_embeddings': 64}
 
 @pytest.mark.parametrize(('kind', 'served'), [('M2M100', False), ('Pegasus', True)])
 def test_a_model_that_counts_positions_from_padding_is_refused(kind, served):
-    """Without a drawn padding token M2M-100's two ways agree."""
+    """Generation and forward of M2M-100 differ only after a sampled padding token."""
     config = getattr(transformers, f'{kind}Config')(**SMALL, pad_token_id=1, decoder_start_token_id=2)
     torch.manual_seed(0)
     actor = Actor(transformers.AutoModelForSeq2SeqLM.from_config(config)).eval()
@@ -228,13 +228,13 @@ def test_min_p_cuts_what_the_temperature_has_sharpened():
     engine = begun(Actor(made))
     prompt, temperature = prompts()[0].ids, 0.7
     filters = {'temperature': temperature, 'extra': {'min_p': 0.2}}
-    samples = drawn(engine, [Prompt(ids=prompt)] * 200, seed=0, max_new_tokens=1, **filters)
+    samples = generated(engine, [Prompt(ids=prompt)] * 200, seed=0, max_new_tokens=1, **filters)
     with torch.no_grad():
         table = made(input_ids=prompt[None], decoder_input_ids=torch.tensor([[2]])).logits[0, -1]
     plain = (table / temperature).log_softmax(-1)
     kept = plain.exp() >= 0.2 * plain.exp().max()
     wrong = table.softmax(-1) >= 0.2 * table.softmax(-1).max()
-    assert 1 < kept.sum() < wrong.sum()  # the test would not tell them apart else
+    assert 1 < kept.sum() < wrong.sum()  # otherwise the test could not fail
     filtered = plain.masked_fill(~kept, -torch.inf).log_softmax(-1)
     for sample in samples:
         token = int(sample.response_ids[0])

@@ -1,5 +1,4 @@
-"""The engine around `model.generate`: the same records, the same greedy tokens, right log-probs, and the settings only
-it takes."""
+"""The engine that calls `model.generate`: greedy tokens, log-probs, and the settings that only it supports."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from engine_calls import assert_same, drawn, prompts_of, slow_logits, tiny_of
+from engine_calls import assert_same, generated, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
@@ -21,18 +20,18 @@ GREEDY = SamplingParams(max_new_tokens=8, do_sample=False)
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_greedy_agrees_with_the_local_engine(family):
-    model = tiny_causal_lm(family, tie_word_embeddings=False)  # tied random models just repeat themselves
-    free = drawn(LocalEngine(), model, GREEDY)
-    # tokens that greedy decoding reaches for the first time in the middle of a response
+    model = tiny_causal_lm(family, tie_word_embeddings=False)  # random models with tied weights repeat one token
+    free = generated(LocalEngine(), model, GREEDY)
+    # tokens that first occur in the middle of a response
     responses = [s.response_ids[:5].tolist() for s in free]
     eos = tuple(sorted({ids[t] for ids in responses for t in (1, 2, 3, 4) if ids[t] not in ids[:t]}))[:2]
     assert eos
     sampling = SamplingParams(
         max_new_tokens=8, max_length=14, do_sample=False, eos_token_ids=eos, min_new_tokens=1, temperature=0.8, top_k=9
     )
-    local = drawn(LocalEngine(), model, sampling)
+    local = generated(LocalEngine(), model, sampling)
     for max_batch_size in (64, 2):
-        hf = drawn(HFEngine(max_batch_size=max_batch_size), model, sampling)
+        hf = generated(HFEngine(max_batch_size=max_batch_size), model, sampling)
         for a, b in zip(local, hf, strict=True):
             assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish_reason == b.finish_reason
             assert (a.index, a.group, a.prompt_text, a.temperature) == (b.index, b.group, b.prompt_text, b.temperature)
@@ -45,38 +44,38 @@ def test_the_same_call_gives_the_same_samples_and_leaves_the_global_generator_al
     actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
     sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, eos_token_ids=(2, 5))
     state = torch.get_rng_state()
-    first, second, other = (drawn(HFEngine(), actor, sampling, seed=s) for s in (1, 1, 2))
+    first, second, other = (generated(HFEngine(), actor, sampling, seed=s) for s in (1, 1, 2))
     assert [s.response_ids.tolist() for s in first] == [s.response_ids.tolist() for s in second]
     assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in other]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(m.training for m in actor.modules())
-    assert_same(first, drawn(LocalEngine(), actor, sampling, seed=1), tolerance=1e-4)
+    assert_same(first, generated(LocalEngine(), actor, sampling, seed=1), tolerance=1e-4)
     assert all(bool((s.edge_distances < 1.0).all()) for s in first)
 
 
 def test_defaults_of_the_model_stay_out():
-    """Many checkpoints bring an end token, top_k and penalties of their own; only what the caller says counts."""
+    """Many checkpoints have default end tokens, top_k and penalties; only the caller's settings are used."""
     model = tiny_causal_lm('gpt2')
-    free = drawn(HFEngine(), model, GREEDY)
+    free = generated(HFEngine(), model, GREEDY)
     model.generation_config.eos_token_id = int(free[0].response_ids[2])
     model.generation_config.repetition_penalty = 5.0
     kept = model.generation_config
-    again = drawn(HFEngine(), model, GREEDY)
+    again = generated(HFEngine(), model, GREEDY)
     assert [s.response_ids.tolist() for s in again] == [s.response_ids.tolist() for s in free]
     assert model.generation_config is kept
 
 
 def test_a_penalty_and_beams_go_through():
     model = tiny_causal_lm('gpt2')
-    plain = drawn(HFEngine(), model, from_generation_kwargs(max_new_tokens=8, do_sample=False))
+    plain = generated(HFEngine(), model, from_generation_kwargs(max_new_tokens=8, do_sample=False))
     penalty = from_generation_kwargs(max_new_tokens=8, do_sample=False, repetition_penalty=50.0)
-    for s in drawn(HFEngine(), model, penalty):
+    for s in generated(HFEngine(), model, penalty):
         ids = torch.cat([s.prompt_ids, s.response_ids]).tolist()
-        assert len(set(ids[len(s.prompt_ids) :])) == s.num_actions  # nothing is said twice under such a penalty
+        assert len(set(ids[len(s.prompt_ids) :])) == s.num_actions  # the penalty prevents repetition
     assert any(len(set(s.response_ids.tolist())) < s.num_actions for s in plain)
     beams = from_generation_kwargs(max_new_tokens=8, do_sample=False, num_beams=4)
     better = 0
-    for s, p in zip(drawn(HFEngine(), model, beams), plain, strict=True):
+    for s, p in zip(generated(HFEngine(), model, beams), plain, strict=True):
         want = torch.log_softmax(slow_logits(model, s), -1).gather(1, s.response_ids[:, None])[:, 0]
         torch.testing.assert_close(s.logprobs.double(), want, atol=1e-4, rtol=0)
         better += int(s.logprobs.sum() > p.logprobs.sum() + 1e-4)
@@ -86,9 +85,9 @@ def test_a_penalty_and_beams_go_through():
 def test_refusals():
     model = tiny_causal_lm('gpt2', positions=32)
     with pytest.raises(ValueError, match='prompt 0 has 9 tokens and max_length=9 leaves no room'):
-        drawn(HFEngine(), model, SamplingParams(max_length=9), prompts_of((9,)))
+        generated(HFEngine(), model, SamplingParams(max_length=9), prompts_of((9,)))
     with pytest.raises(ValueError, match="past the model's 32 positions"):
-        drawn(HFEngine(), model, SamplingParams(max_new_tokens=24), prompts_of((9,)))
+        generated(HFEngine(), model, SamplingParams(max_new_tokens=24), prompts_of((9,)))
     with pytest.raises(ValueError, match='begin'):
         HFEngine().generate(Call.of(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(5)))
     with pytest.raises(ValueError, match='max_batch_size=0'):
@@ -99,19 +98,19 @@ def test_refusals():
 
 
 def test_logits_of_earlier_steps_are_not_kept():
-    """When `generate` returns, there is no (rows, V) tensor of any of the 40 steps."""
+    """When `generate` returns, no (rows, V) tensor of the 40 steps exists."""
     model = tiny_causal_lm('gpt2')
     generate, seen = model.generate, []
 
     def watched(*args, **kwargs):
         output = generate(*args, **kwargs)
         shape = (len(output.sequences), model.config.vocab_size)
-        # by type: of a weak reference whose object is gone isinstance() asks that object
+        # not isinstance(), which follows weak references and raises for dead ones
         seen.append(sum(issubclass(type(o), torch.Tensor) and o.shape == shape for o in gc.get_objects()))
         return output
 
     model.generate = watched
-    samples = drawn(HFEngine(), model, SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.9))
+    samples = generated(HFEngine(), model, SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.9))
     assert {s.num_actions for s in samples} == {40}
     assert seen[1:] == [0], 'after the check of the model'
     assert '_get_logits_processor' not in vars(model)

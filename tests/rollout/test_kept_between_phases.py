@@ -1,5 +1,5 @@
-"""What the local engine and a strategy keep from one collect phase to the next: the same tokens as without, new weights
-seen, no new memory and no new capture; on the pretend device and on a CPU."""
+"""State that the local engine and a strategy keep between collect phases: the tokens are those of new state, with the
+new weights, without new memory or captures; on the pretend device and on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
-from engine_calls import drawn as drawn_of
+from engine_calls import generated as generated_by
 
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import lora_layers
@@ -25,14 +25,14 @@ SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.9, eos_token_ids=(2,))
 PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(4)]
 
 
-def drawn(engine, actor, seed=0, prompts=PROMPTS):
-    samples = drawn_of(engine, actor, SAMPLING, prompts, seed=seed)
+def generated(engine, actor, seed=0, prompts=PROMPTS):
+    samples = generated_by(engine, actor, SAMPLING, prompts, seed=seed)
     return [(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
 
 
 @torch.no_grad()
 def learn(module, by=0.1):
-    """Every trained weight changes where it lies, as an optimizer does it."""
+    """Changes every trained weight in place, like an optimizer."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.mul_(1 + by).add_(by / 10)
@@ -40,7 +40,7 @@ def learn(module, by=0.1):
 
 @contextmanager
 def counted_captures():
-    """How often a graph was captured."""
+    """Context that returns the list of captured graphs."""
     made = []
 
     def capture(graph, *args, **kwargs):
@@ -65,8 +65,8 @@ def make(kind):
 
 
 def phases(strategy, kind, engine, dtype=torch.float32):
-    """Samples of three phases with learning between them, through a collector; and what was there at the end of each:
-    captures so far, the policy's address and the cache's."""
+    """Runs three phases of a collector with learning in between. Returns their samples, and after each the number of
+    captures, the policy's address and the cache's address."""
     found, seen, at = [], [], []
     actor = make(kind)
     with strategy:
@@ -88,7 +88,7 @@ def phases(strategy, kind, engine, dtype=torch.float32):
                 learn(strategy.unwrap(actor))
         collector.free()
     assert engine._cache is engine._fixed is strategy._kept_copy._copied is None
-    assert len({str(phase) for phase in found}) == 3  # weights and draws are others
+    assert len({str(phase) for phase in found}) == 3  # weights and draws differ
     return found, at
 
 
@@ -99,7 +99,7 @@ def test_later_phases_capture_nothing_and_draw_what_a_fresh_engine_draws(kind):
         fresh, captures = phases(next(strategies), kind, LocalEngine(keep=False))
         kept, at = phases(next(strategies), kind, LocalEngine())
     assert kept == fresh
-    # by the rule nothing is kept from the first phase; from the second on nothing is made anew
+    # nothing is kept from the first phase; from the second on everything is
     assert at[0][2] is None and at[0][0] > 0
     assert at[2][0] == at[1][0] > at[0][0]
     assert at[2][2] == at[1][2] is not None
@@ -127,15 +127,15 @@ def test_a_gathered_copy_keeps_its_memory():
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_steps_that_are_kept_draw_what_fresh_ones_draw(family):
-    """Fixed steps on a CPU: the tokens and log-probs of an engine that begins anew, to the bit."""
+    """Fixed steps on a CPU give the tokens and log-probs of a new engine, to the bit."""
     actor, other = (Actor(tiny_causal_lm(family, tie_word_embeddings=False)) for _ in range(2))
     engine = LocalEngine(fixed_steps=True, keep=True)
     steps = []
     for phase in range(3):
-        # first longer prompts, then fewer: sizes are rounded up, so the steps fit
+        # fewer prompts, then a longer one: the steps fit because sizes are rounded up
         prompts = PROMPTS[: 4 - phase] if phase < 2 else [Prompt(ids=torch.arange(3, 20))]
-        want = drawn(LocalEngine(fixed_steps=True), other, phase, prompts=prompts)
-        assert drawn(engine, actor, phase, prompts=prompts) == want
+        want = generated(LocalEngine(fixed_steps=True), other, phase, prompts=prompts)
+        assert generated(engine, actor, phase, prompts=prompts) == want
         steps.append(engine._fixed)
         learn(actor), learn(other)
     assert steps[0] is steps[1] is steps[2] is not None
@@ -143,46 +143,47 @@ def test_steps_that_are_kept_draw_what_fresh_ones_draw(family):
 
 @pytest.mark.parametrize('change', ['adapters off', 'other memory'])
 def test_steps_end_with_what_they_were_made_for(change):
-    """Adapters switched off, a weight in other memory, another actor. They do not hold an actor that is gone."""
+    """Steps are dropped if adapters are switched off, a weight is moved or the actor changes, and hold no reference to
+    the actor between phases."""
     engine, actor = LocalEngine(fixed_steps=True, keep=True), make('lora')
-    first = drawn(engine, actor)
+    first = generated(engine, actor)
     steps = engine._fixed
-    assert drawn(engine, actor) == first and engine._fixed is steps and steps.actor is None
+    assert generated(engine, actor) == first and engine._fixed is steps and steps.actor is None
     if change == 'adapters off':
         for layer in lora_layers(actor).values():
             layer.adapter_on = False
     else:
         weight = actor.model.transformer.h[0].mlp.c_fc.weight
         weight.data = weight.data.clone() * 2
-    changed = drawn(engine, actor)
+    changed = generated(engine, actor)
     assert engine._fixed is not steps
-    assert changed == drawn(LocalEngine(fixed_steps=True), actor) != first
+    assert changed == generated(LocalEngine(fixed_steps=True), actor) != first
     steps = engine._fixed
-    assert drawn(engine, make('lora')) == first and engine._fixed is not steps
+    assert generated(engine, make('lora')) == first and engine._fixed is not steps
 
 
 def test_an_interruption_leaves_nothing_that_is_not_finite():
-    """A phase whose weights are not finite writes NaN into the cache; the next one has other memory."""
+    """After a phase with NaN in the weights, and so in the cache, the next one has a new cache."""
     engine, actor = LocalEngine(fixed_steps=True, keep=True), make('tied')
-    want = drawn(engine, actor)
+    want = generated(engine, actor)
     kept = engine._cache
     good = deepcopy(actor.state_dict())
     with torch.no_grad():
         actor.model.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
     with pytest.raises(FloatingPointError):
-        drawn(engine, actor)
+        generated(engine, actor)
     assert engine._cache is engine._fixed is None
     actor.load_state_dict(good)
-    assert drawn(engine, actor) == want
+    assert generated(engine, actor) == want
     assert engine._cache is not kept
 
     def interrupt(ids):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drawn_of(engine, actor, SamplingParams(max_new_tokens=6, stop=interrupt), PROMPTS, seed=0)
+        generated_by(engine, actor, SamplingParams(max_new_tokens=6, stop=interrupt), PROMPTS, seed=0)
     assert engine._cache is engine._fixed is None
-    assert drawn(engine, actor) == want
+    assert generated(engine, actor) == want
 
 
 def test_a_copy_that_no_longer_fits_is_made_anew(with_16_bits):
@@ -192,7 +193,7 @@ def test_a_copy_that_no_longer_fits_is_made_anew(with_16_bits):
         pass
     with strategy.full_model(actor) as again:
         assert again is first
-        with strategy.full_model(actor) as inner:  # one that is in use is nobody else's
+        with strategy.full_model(actor) as inner:  # a copy in use is not shared
             assert inner is not first
     with pytest.raises(KeyboardInterrupt), strategy.full_model(actor):
         raise KeyboardInterrupt
@@ -204,7 +205,7 @@ def test_a_copy_that_no_longer_fits_is_made_anew(with_16_bits):
     with strategy.full_model(actor) as first:
         pass
     actor.model.transformer.h[0].attn.scale_attn_weights = False
-    with strategy.full_model(actor) as second:  # of other settings
+    with strategy.full_model(actor) as second:  # with other settings
         assert second is not first
         assert not second.model.transformer.h[0].attn.scale_attn_weights
     strategy.keep_copy(strategy, False)
@@ -212,14 +213,14 @@ def test_a_copy_that_no_longer_fits_is_made_anew(with_16_bits):
 
 
 def test_the_rule_by_hand():
-    """Free after learning: what is not kept yet, and 5 %; of what is kept already, 5 %."""
+    """Needs 5 % free memory after learning, in addition to the memory to be kept unless it is kept already."""
 
     def may_keep(engine, free):
         with patch.object(torch.cuda, 'mem_get_info', lambda device: (free, 1000)):
             return engine._may_keep(torch.device('cuda', 0))
 
     engine, always, never = LocalEngine(), LocalEngine(keep=True), LocalEngine(keep=False)
-    assert not may_keep(engine, 1000)  # before the first phase nobody knows what learning takes
+    assert not may_keep(engine, 1000)  # before the first phase the memory of learning is unknown
     engine._held_bytes = 300
     assert may_keep(engine, 350) and not may_keep(engine, 349)
     engine.keeping = True
@@ -228,5 +229,5 @@ def test_the_rule_by_hand():
     never._held_bytes = 1
     assert may_keep(always, 0) and not may_keep(never, 1000)
     engine = LocalEngine()
-    drawn(engine, make('tied'))  # on a CPU
+    generated(engine, make('tied'))  # on a CPU
     assert engine._cache is engine._fixed is None and not engine.keeping

@@ -1,5 +1,5 @@
-"""The local engine against plain forwards and `model.generate`, its invariance to batching, and its cache
-where memory is short: on a stand-in for a GPU's free memory."""
+"""The local engine against plain forwards and `model.generate`, its invariance to batching, and the size of its cache
+when free memory is limited."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from engine_calls import conversed, drawn, prompts_of, slow_logits, tiny_of
+from engine_calls import generated, generated_turns, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
@@ -20,14 +20,14 @@ from chatgpt.types import Prompt, Sample
 
 def collect(model, prompts, sampling, *, indices=None, groups=None, seed=11, **engine_settings) -> list[Sample]:
     call = {'indices': range(len(prompts)) if indices is None else indices, 'groups': groups}
-    return drawn(LocalEngine(**engine_settings), model, sampling, prompts, seed=seed, **call)
+    return generated(LocalEngine(**engine_settings), model, sampling, prompts, seed=seed, **call)
 
 
 @pytest.mark.parametrize(('family', 'max_batch_size'), [*((family, 3) for family in FAMILIES), ('gpt2', 256)])
 def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
-    model = tiny_causal_lm(family, tie_word_embeddings=False)  # tied random models just repeat themselves
+    model = tiny_causal_lm(family, tie_word_embeddings=False)  # random models with tied weights repeat one token
     prompts = prompts_of()
-    # a token that greedy decoding does reach in the middle of some responses serves as end token
+    # a token that occurs in the middle of some responses is the end token
     free = collect(model, prompts, SamplingParams(max_new_tokens=10, do_sample=False))
     end = int(free[0].response_ids[4])
     assert any(end in s.response_ids[1:-1].tolist() for s in free)
@@ -35,7 +35,7 @@ def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
         sampling = SamplingParams(max_new_tokens=10, do_sample=False, eos_token_ids=eos)
         samples = collect(model, prompts, sampling, max_batch_size=max_batch_size)
         for sample, prompt in zip(samples, prompts, strict=True):
-            # one row at a time, so that no padding enters the expectation
+            # one row at a time, without padding
             with torch.no_grad():
                 want = model.generate(
                     prompt.ids[None],
@@ -89,7 +89,7 @@ def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     part = order[:4]  # a rank's share
     alone = collect(model, [prompts[i] for i in part], sampling, indices=part)
     assert compare_samples([whole[i] for i in part], alone).explained
-    # negative controls: another seed, or indices given out per share, are other samples
+    # negative controls: another seed and other indices give other samples
     assert not compare_samples(whole, collect(model, prompts, sampling, seed=12)).explained
     wrong = collect(model, [prompts[i] for i in part], sampling, indices=range(50, 54))
     assert any(a.response_ids.tolist() != whole[i].response_ids.tolist() for a, i in zip(wrong, part, strict=True))
@@ -144,11 +144,11 @@ def test_a_prefix_that_all_prompts_share_is_computed_once(family, settings, monk
     alone = [collect(model, [p], sampling, indices=[i], seed=1)[0] for i, p in enumerate(prompts)]
     assert compare_samples(samples, alone).explained
     assert len({s.num_actions for s in samples}) > 1
-    if family == 'bloom':  # takes a mask of slots
+    if family == 'bloom':  # takes a mask of slots, so the prefix is not shared
         return
     prefills = [shape for shape in widths if shape[1] > 1]
     assert prefills.count((1, 17)) == 1 and max(width for _, width in prefills) == 17
-    # 16 tokens at least, two different prompts at least
+    # a prefix needs a minimum length and at least two prompts
     monkeypatch.setattr(local_run, '_MIN_SHARED_PREFIX', 18)
     for few in (prompts, prompts[:1]):
         widths.clear()
@@ -161,7 +161,7 @@ def test_a_prefix_that_all_prompts_share_is_computed_once(family, settings, monk
 
 
 def biased(token: int, amount: float, **kw):
-    """A GPT-2 whose `token` is `amount` more likely (in logits) everywhere."""
+    """Returns a GPT-2 with a bias of `amount` on the logit of `token`."""
     model = tiny_causal_lm('gpt2', tie_word_embeddings=False, **kw)
     head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
     head.weight.data.copy_(model.lm_head.weight.data)
@@ -188,7 +188,7 @@ def test_limits_and_end_at_the_limit():
     sampling = SamplingParams(max_length=14, max_new_tokens=8)
     for s, p in zip(collect(tiny_causal_lm('opt'), prompts, sampling), prompts, strict=True):
         assert s.num_actions == min(8, 14 - len(p.ids)) and s.finish_reason == 'length' and not s.ended
-    # the end token on the very last place is still an end
+    # an end token at the limit is still an end
     sampling = SamplingParams(max_new_tokens=4, min_new_tokens=3, eos_token_ids=(2,))
     assert all(s.finish_reason == 'eos' and s.num_actions == 4 for s in collect(biased(2, 50.0), prompts, sampling))
 
@@ -246,7 +246,7 @@ def test_dropout_is_off_and_training_flags_come_back():
     actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
     actor.model.transformer.h[0].eval()
     flags = [m.training for m in actor.modules()]
-    first, second = (drawn(LocalEngine(), actor, SamplingParams(max_new_tokens=6)) for _ in range(2))
+    first, second = (generated(LocalEngine(), actor, SamplingParams(max_new_tokens=6)) for _ in range(2))
     assert compare_samples(first, second).equal
     assert [m.training for m in actor.modules()] == flags
     assert not any('forward' in vars(m) for m in actor.modules())
@@ -307,7 +307,7 @@ class TestRefusals:
             ({'offsets': [0, 1, 2]}, '2 prompts but 3 offsets'),
         ):
             with pytest.raises(ValueError, match=message):
-                drawn(LocalEngine(), tiny_causal_lm(), sampling, prompts_of((1, 2)), **counts)
+                generated(LocalEngine(), tiny_causal_lm(), sampling, prompts_of((1, 2)), **counts)
         with pytest.raises(ValueError, match='begin'):
             LocalEngine().generate(Call.of(prompts_of(), sampling, seed=1, indices=range(8)))
         for name, value in (('max_batch_size', 0), ('fixed_steps', 'often'), ('attention', 'paged'), ('keep', 'often')):
@@ -317,8 +317,8 @@ class TestRefusals:
     @pytest.mark.parametrize('fixed_steps', [False, True])
     @pytest.mark.parametrize('family', ['Mistral', 'Gemma2', 'Llama4Text'])
     def test_sequences_longer_than_the_attention_window(self, family, fixed_steps):
-        """Every token is the model's own choice by a plain forward, whose mask has the window: of rows on both sides of
-        it, one that crosses it, and rows of one length."""
+        """Tokens are those of plain forwards with the window's mask, for rows shorter and longer than the window, one
+        that crosses it, and rows of equal length."""
         chunks = {'attention_chunk_size': 16, 'intermediate_size_mlp': 64, 'num_local_experts': 2}
         own = {'Mistral': {}, 'Gemma2': {'head_dim': 16}, 'Llama4Text': {'head_dim': 16} | chunks}[family]
         model = tiny_of(family, **({'sliding_window': 16} if family != 'Llama4Text' else {}), **own)
@@ -332,7 +332,7 @@ class TestRefusals:
         engine.end()
 
     def test_a_window_that_is_not_followed_is_refused_where_it_would_matter(self, monkeypatch):
-        """Negative control of the check beyond the window: with the mask of a model without one."""
+        """A mask without the window fails the check, but only for sequences beyond the window."""
 
         def without(lengths, width, windows, dtype):
             return slot_cache.decode_mask(lengths, width, 'additive', dtype)
@@ -348,7 +348,7 @@ class TestRefusals:
         actor = Actor(tiny_of('Mamba', state_size=4)).train()
         with pytest.raises(ValueError, match="MambaForCausalLM does not agree with its plain forward.*use engine='hf'"):
             LocalEngine().begin(actor)
-        assert all(m.training for m in actor.modules())  # a refusal leaves nothing behind
+        assert all(m.training for m in actor.modules())  # restored after the error
 
     def test_non_finite_logits_name_sample_and_position(self):
         model = tiny_causal_lm('gpt2')
@@ -361,7 +361,7 @@ class TestRefusals:
             engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=6), seed=1, indices=[40, 41]))
         with torch.no_grad():
             model.transformer.wpe.weight[position] = 0.0
-        # nothing of it is left in the cache
+        # the cache contains no NaN afterwards
         engine.generate(Call.of(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41]))
 
     def test_non_finite_weights_are_found_at_begin(self):
@@ -398,7 +398,7 @@ def test_the_second_half_draws_with_its_own_positions():
     on = engine.generate(Call.of(later, SamplingParams(max_new_tokens=5), offsets=cuts, **ask))
     for sample, rest, n in zip(whole, on, cuts, strict=True):
         assert rest.response_ids.tolist() == sample.response_ids[n : n + 5].tolist()
-    # without the offset the draws begin anew, so this could have failed
+    # negative control: without the offset the draws start again
     anew = engine.generate(Call.of(later, SamplingParams(max_new_tokens=5), **ask))
     assert any(a.response_ids.tolist() != b.response_ids.tolist() for a, b in zip(anew, on, strict=True))
 
@@ -407,20 +407,20 @@ def test_generators_of_later_turns_are_others():
     actor, prompt = Actor(tiny_causal_lm('gpt2')), [Prompt(ids=torch.tensor([5, 6, 7]))]
     found = []
     for offset in (0, 4, 5, 4):
-        (sample,) = drawn(HFEngine(), actor, SamplingParams(max_new_tokens=16), prompt, offsets=[offset])
+        (sample,) = generated(HFEngine(), actor, SamplingParams(max_new_tokens=16), prompt, offsets=[offset])
         found.append(sample.response_ids.tolist())
     assert found[0] != found[1] != found[2] and found[1] == found[3]
 
 
-# ---------------------------------------------------------------- how many rows the cache has where memory is short
+# ---------------------------------------------------------------- rows of the cache when memory is limited
 
 PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(12)]
 SAMPLING = SamplingParams(max_new_tokens=7, eos_token_ids=(5, 9, 17))
-PER_SLOT = 2 * 2 * 32 * 4  # tiny GPT-2: keys and values, two layers, 32 wide, fp32
+PER_SLOT = 2 * 2 * 32 * 4  # keys and values, two layers, width 32, fp32
 LONGEST = 5 + 7 - 1
 
 
-class Small(LocalEngine):
+class LimitedMemoryEngine(LocalEngine):
     def __init__(self, free: int, **kw) -> None:
         super().__init__(**kw)
         self.free, self.rows = free, []
@@ -434,7 +434,7 @@ class Small(LocalEngine):
         return super().cache(rows, capacity)
 
 
-def generated(engine, calls: int = 1):
+def token_ids(engine, calls: int = 1):
     engine.begin(Actor(tiny_causal_lm('gpt2')))
     samples = [engine.generate(Call.of(PROMPTS, SAMPLING, seed=3, indices=range(12))) for _ in range(calls)]
     engine.end()
@@ -448,16 +448,16 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize('fixed', [False, True])
 @pytest.mark.parametrize(('rows', 'most'), [(0, 1), (1, 1), (5, 5), (40, 12)])
 def test_rows_are_what_fits_and_tokens_stay(rows, most, fixed):
-    """Rows and slots of fixed steps are rounded up, where there is room: 16 for 12, and 64 for 11."""
-    engine = Small(int(rows * PER_SLOT * (64 if fixed else LONGEST) / 0.6) + 1, fixed_steps=fixed)
+    """Rows and slots of fixed steps are rounded up if they fit: 12 to 16 and 11 to 64."""
+    engine = LimitedMemoryEngine(int(rows * PER_SLOT * (64 if fixed else LONGEST) / 0.6) + 1, fixed_steps=fixed)
     most = 16 if fixed and most == 12 else most
-    assert generated(engine) == generated(LocalEngine())
+    assert token_ids(engine) == token_ids(LocalEngine())
     assert engine.rows == [most]
 
 
 def test_a_cache_that_is_there_is_used_again_and_may_become_wider():
-    engine = Small(int(5 * PER_SLOT * LONGEST / 0.6) + 1)
-    generated(engine, calls=2)
+    engine = LimitedMemoryEngine(int(5 * PER_SLOT * LONGEST / 0.6) + 1)
+    token_ids(engine, calls=2)
     assert engine.rows == [5, 5]
 
 
@@ -472,13 +472,13 @@ def test_a_cpu_has_no_bound_and_a_gpu_what_is_free_or_kept_by_torch(monkeypatch)
 @pytest.mark.parametrize('fixed', [False, True])
 @pytest.mark.parametrize(('rows', 'most'), [(0, 1), (3, 3), (40, 8)])
 def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
-    """Twice those that are decoded at once, where that fits."""
+    """The cache has twice as many rows as are decoded at once, if they fit."""
 
     sampling = SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17))
     longest = 64 if fixed else 5 + 16 - 1
-    engine = Small(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
+    engine = LimitedMemoryEngine(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
     found, wanted = (
-        conversed(one, Actor(tiny_causal_lm('gpt2')), PROMPTS, sampling) for one in (engine, LocalEngine())
+        generated_turns(one, Actor(tiny_causal_lm('gpt2')), PROMPTS, sampling) for one in (engine, LocalEngine())
     )
     assert found == wanted
     assert engine.rows == [most]

@@ -1,5 +1,5 @@
-"""RemoteEngine on real Ray actors: the bits of a LocalEngine, a worker that is killed, errors that arrive as they were
-raised. Workers with vLLM have a placement group each, of GPUs that Ray only counts here."""
+"""RemoteEngine on real Ray actors: the same bits as a LocalEngine, killed workers, errors of workers. Workers with vLLM
+have placement groups of GPUs that Ray only counts here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def prompts(num: int = 8) -> list[Prompt]:
 
 
 def halves(engine: Any, actor: Any, sampling: SamplingParams = SAMPLING, wait_for: Any = None) -> list[Sample]:
-    """Eight samples in two requests, so that two workers are busy."""
+    """Generates eight samples in two requests, so that two workers are busy."""
     calls = [Call.of(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)) for a in (0, 4)]
     engine.begin(actor)
     if isinstance(engine, LocalEngine):
@@ -84,8 +84,7 @@ def test_actors_draw_what_a_local_engine_draws_with_each_version_of_the_weights(
 
 
 def slow(seconds: float) -> Any:
-    """A stop condition that gives a test time to strike; it stops nothing. A closure, because workers cannot import a
-    test."""
+    """Returns a stop condition that is slow and always False. It is a closure, because workers cannot import a test."""
 
     def stop(ids: Any) -> bool:
         time.sleep(seconds)
@@ -100,13 +99,13 @@ def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster,
     engine.begin(actor)
     victim = cluster.get(engine.workers.actors[1].pid.remote())
 
-    def strike() -> None:
+    def kill() -> None:
         time.sleep(0.2)
         os.kill(victim, signal.SIGKILL)
 
     before = engine.num_replaced
     with pytest.warns(UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again'):
-        got = halves(engine, actor, SamplingParams(max_new_tokens=10, eos_token_ids=(2,), stop=slow(0.02)), strike)
+        got = halves(engine, actor, SamplingParams(max_new_tokens=10, eos_token_ids=(2,), stop=slow(0.02)), kill)
     assert_same(want, got)
     assert engine.num_replaced == before + 1
     assert cluster.get(engine.workers.actors[1].pid.remote()) != victim
@@ -122,7 +121,7 @@ def test_what_an_actor_raises_arrives_as_it_was(engine):
 
 
 def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_dead(cluster):
-    """Twenty versions of 22 MB in a store of 80 MB: those of answered requests are freed."""
+    """Twenty versions of 22 MB fit a store of 80 MB because those of answered requests are freed."""
     actor = Actor(tiny_causal_lm('gpt2', hidden=512, layers=1, heads=2, positions=32, vocab_size=4096))
     with RemoteEngine(RayWorkers(1), max_restarts=0) as big:
         for _ in range(20):
@@ -142,7 +141,7 @@ def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_de
 
 
 def test_an_actor_that_does_not_start_is_named(engine, monkeypatch):
-    """The other engine's two actors have left room for three."""
+    """The other engine's two actors leave room for three."""
     actor = Actor(tiny_causal_lm('gpt2'))
     engine.begin(actor)
     monkeypatch.setattr(ray_workers, 'START_S', 0.1)
@@ -170,36 +169,36 @@ def test_what_cannot_be_is_refused(cluster, monkeypatch):
 
 
 def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda: None) -> list[Any]:
-    model, drawn = tiny_causal_lm('gpt2'), []
+    model, records = tiny_causal_lm('gpt2'), []
     prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
     for version in (1, 2):
         engine.begin(Actor(model))
         samples = engine.generate(Call.of(prompts, SAMPLING, seed=5, indices=range(6)))
         engine.end()
-        drawn += [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
+        records += [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
         if version == 1:
             between()
-    return drawn
+    return records
 
 
 def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster, stand_in):
     workers = RayWorkers(2, resources={'GPU': 2})
     with VLLMRemoteEngine(workers, weight_transfer='nccl') as engine:
 
-        def look() -> None:
+        def check() -> None:
             assert engine.ways == ['nccl'] * 2
             groups = [g for g in cluster.util.placement_group_table().values() if g['state'] == 'CREATED']
             assert [len(g['bundles']) for g in groups] == [2, 2]
             assert all(bundle['GPU'] == 1 for g in groups for bundle in g['bundles'].values())
             assert cluster.available_resources().get('GPU', 0) == 0
-            # nobody knows of it before weights are sent
+            # the death is noticed when weights are sent
             os.kill(cluster.get(workers.actors[1].pid.remote()), signal.SIGKILL)
 
         with pytest.warns(UserWarning, match='rollout worker 1 died'):
-            by_transfer = two_versions(engine, look)
+            by_transfer = two_versions(engine, check)
         assert engine.num_replaced == 1
     with VLLMRemoteEngine(SpawnedWorkers(2, {'GPU': 2}), weight_transfer='store') as engine:
         assert two_versions(engine) == by_transfer

@@ -1,5 +1,5 @@
-"""RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that
-arrive as they left, also where the device has no room for all of them."""
+"""RemoteEngine with workers in this process: the same samples as a LocalEngine to the bit, also after deaths of
+workers, and exact transfer of weights, also of streamed ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prompts(num: int = 12) -> list[Prompt]:
     return [Prompt(ids=x, text=f'prompt {i}', columns={'answer': i}) for i, x in enumerate(ids)]
 
 
-def asked(given: list[Prompt], sampling: SamplingParams = SAMPLING, first: int = 0, **kw: Any) -> Call:
+def call_of(given: list[Prompt], sampling: SamplingParams = SAMPLING, first: int = 0, **kw: Any) -> Call:
     return Call.of(given, sampling, seed=5, indices=range(first, first + len(given)), **kw)
 
 
@@ -47,15 +47,15 @@ def actor_of(family: str = 'gpt2', seed: int = 0) -> Actor:
     return Actor(tiny_causal_lm(family, seed=seed))
 
 
-def drawn(engine: Any, actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
+def generated(engine: Any, actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
     engine.begin(actor)
-    samples = engine.generate(asked(given, **kw))
+    samples = engine.generate(call_of(given, **kw))
     engine.end()
     return samples
 
 
 def local(actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
-    return drawn(LocalEngine(), actor, given, **kw)
+    return generated(LocalEngine(), actor, given, **kw)
 
 
 def assert_same(a: list[Sample], b: list[Sample]) -> None:
@@ -68,8 +68,8 @@ def assert_same(a: list[Sample], b: list[Sample]) -> None:
             assert (u.dtype == v.dtype and torch.equal(u, v)) if isinstance(u, torch.Tensor) else u == v, name
 
 
-def nudge(model: nn.Module) -> None:
-    """A step of training, as far as an engine can tell."""
+def perturb(model: nn.Module) -> None:
+    """Changes all weights, like a training step."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(
@@ -84,10 +84,10 @@ def nudge(model: nn.Module) -> None:
 def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights(family):
     actor = actor_of(family)
     with RemoteEngine(InProcessWorkers(), bucket_bytes=4096) as engine:
-        first = drawn(engine, actor, prompts(), groups=[i // 2 for i in range(12)])
+        first = generated(engine, actor, prompts(), groups=[i // 2 for i in range(12)])
         assert_same(first, local(actor, prompts(), groups=[i // 2 for i in range(12)]))
-        nudge(actor)
-        second = drawn(engine, actor, prompts())
+        perturb(actor)
+        second = generated(engine, actor, prompts())
         assert_same(second, local(actor, prompts()))
     assert [s.response_ids.tolist() for s in first] != [
         s.response_ids.tolist() for s in second
@@ -106,14 +106,14 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers(with_16_bits):
         actor = GPTActor(config=config, value_head=True, **kwargs)
         optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
         actor, _ = strategy.prepare((actor, optimizer))
-        nudge(actor)
+        perturb(actor)
         with strategy.full_model(actor) as full, RemoteEngine(InProcessWorkers()) as engine:
             here = local(full, prompts())
-            assert_same(drawn(engine, full, prompts()), here)
+            assert_same(generated(engine, full, prompts()), here)
             assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.numerics.dtype}
-        if 'lora_rank' in kwargs and precision == 'fp32':  # outside of full_model the engine folds for itself
+        if 'lora_rank' in kwargs and precision == 'fp32':  # outside of full_model the engine merges adapters itself
             with RemoteEngine(InProcessWorkers()) as engine:
-                assert_same(drawn(engine, actor, prompts()), here)
+                assert_same(generated(engine, actor, prompts()), here)
             assert not any(layer.merged for layer in actor.modules() if hasattr(layer, 'merged'))
 
 
@@ -124,7 +124,7 @@ def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
         pool = InProcessWorkers(num_workers)
         with RemoteEngine(pool) as engine:
             engine.begin(actor)
-            tickets = [engine.submit(asked(part)) for part in parts]
+            tickets = [engine.submit(call_of(part)) for part in parts]
             engine.end()
             for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
                 assert_same(engine.take(ticket), expected)
@@ -136,9 +136,9 @@ def test_chunks_decide_the_bits_and_not_the_workers_and_tokens_are_the_local_one
     runs = []
     for num_workers in (1, 3):
         with RemoteEngine(InProcessWorkers(num_workers), chunk_size=5) as engine:
-            runs.append(drawn(engine, actor, prompts()))
+            runs.append(generated(engine, actor, prompts()))
     assert_same(*runs)
-    assert_same(runs[0][:5], local(actor, prompts()[:5]))  # a chunk is what a local engine makes of these prompts
+    assert_same(runs[0][:5], local(actor, prompts()[:5]))  # a chunk is computed like a call of a local engine
     here = local(actor, prompts())
     assert compare_samples(runs[0], here).explained
     for a, b in zip(runs[0], here, strict=True):
@@ -150,10 +150,10 @@ def test_a_request_under_way_keeps_its_weights_while_newer_ones_are_sent():
     old = local(actor, prompts())
     with RemoteEngine(InProcessWorkers(), chunk_size=4) as engine:
         engine.begin(actor)
-        ticket = engine.submit(asked(prompts()))
+        ticket = engine.submit(call_of(prompts()))
         engine.end()
-        nudge(actor)
-        new = drawn(engine, actor, prompts())  # the same worker is asked for the newer ones first
+        perturb(actor)
+        new = generated(engine, actor, prompts())  # taken before the older request
         samples = engine.take(ticket)
         assert compare_samples(samples, old).equal and not compare_samples(new, old).equal
         assert {s.version for s in samples} == {1} and {s.version for s in new} == {2}
@@ -165,10 +165,10 @@ def test_what_is_cancelled_is_never_generated():
     pool = InProcessWorkers()
     with RemoteEngine(pool) as engine:
         engine.begin(actor_of())
-        first, second = (engine.submit(asked(prompts(), first=i)) for i in (0, 100))
+        first, second = (engine.submit(call_of(prompts(), first=i)) for i in (0, 100))
         engine.cancel(first)
         assert [s.index for s in engine.take(second)] == list(range(100, 112))
-        assert drawn(engine, actor_of(), []) == []
+        assert generated(engine, actor_of(), []) == []
     assert [indices[0] for _, indices in pool.answered] == [100]
 
 
@@ -179,13 +179,13 @@ def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
     actor = actor_of()
     pool = InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=2) as engine:
-        want = drawn(engine, actor, prompts())
+        want = generated(engine, actor, prompts())
         pool.answered.clear()
-        pool.die_on = {6: 2}  # dies of it twice, then lives
+        pool.die_on = {6: 2}  # dies twice on this sample
         engine.begin(actor)
-        ticket = engine.submit(asked(prompts()))
-        told = 'rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'
-        with pytest.warns(UserWarning, match=told):
+        ticket = engine.submit(call_of(prompts()))
+        message = 'rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'
+        with pytest.warns(UserWarning, match=message):
             got = engine.take(ticket)
         assert_same(got, want)
         assert sorted(i for _, indices in pool.answered for i in indices) == list(range(12))
@@ -196,7 +196,7 @@ def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
     actor, pool = actor_of(), InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=6) as engine:
         engine.begin(actor)
-        ticket = engine.submit(asked(prompts()))
+        ticket = engine.submit(call_of(prompts()))
         engine.end()
         pool.kill(0)
         with pytest.warns(UserWarning, match='worker 0 died'):
@@ -210,7 +210,7 @@ def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
     pool.die_on = {3: 99}
     with RemoteEngine(pool, max_restarts=2) as engine, pytest.warns(UserWarning, match='died'):
         with pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'):
-            drawn(engine, actor_of(), prompts())
+            generated(engine, actor_of(), prompts())
 
 
 @pytest.mark.parametrize('deaths', [1, 2])
@@ -221,20 +221,20 @@ def test_a_replacement_that_dies_as_it_starts_is_replaced_too(deaths):
     with RemoteEngine(pool, max_restarts=2) as engine:
         left = [deaths]
 
-        def welcome(worker):
+        def prepare(worker):
             if left[0]:
                 left[0] -= 1
                 pool.kill(worker)
                 raise WorkerDied('as it started')
 
-        engine._prepare_worker = welcome
+        engine._prepare_worker = prepare
         with pytest.warns(UserWarning, match='died'):
             if deaths == 1:
-                assert_same(drawn(engine, actor, prompts()), local(actor, prompts()))
+                assert_same(generated(engine, actor, prompts()), local(actor, prompts()))
                 assert engine.num_replaced == 2
             else:
                 with pytest.raises(RuntimeError, match='died 3 times in a row as it started'):
-                    drawn(engine, actor, prompts())
+                    generated(engine, actor, prompts())
 
 
 def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
@@ -243,15 +243,15 @@ def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
         actor.model.transformer.ln_f.weight[0] = float('nan')
     with RemoteEngine(InProcessWorkers()) as engine:
         with pytest.raises((FloatingPointError, ValueError), match='not finite|last hidden state'):
-            drawn(engine, actor, prompts())
+            generated(engine, actor, prompts())
         healthy = actor_of()
-        assert_same(drawn(engine, healthy, prompts()), local(healthy, prompts()))
+        assert_same(generated(engine, healthy, prompts()), local(healthy, prompts()))
 
 
 # ---------------------------------------------------------------------- weights
 
 
-NONE = Handshake(engine='', prompt_ids=(), tokens=(), logprobs=(), dtype=torch.float32)
+NO_HANDSHAKE = Handshake(engine='', prompt_ids=(), tokens=(), logprobs=(), dtype=torch.float32)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
@@ -264,13 +264,13 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
             p.data = p.to(dtype) if p.dim() > 1 else p.data  # two dtypes side by side
         model.transformer.wte.weight.view(-1)[:3] = torch.tensor([float('nan'), float('inf'), -0.0], dtype=dtype)
     tensors = policy_tensors(model)
-    manifest = plan_buckets(tensors, version=3, handshake=NONE, bucket_bytes=bucket_bytes)
+    manifest = plan_buckets(tensors, version=3, handshake=NO_HANDSHAKE, bucket_bytes=bucket_bytes)
     spec = pickle.loads(pickle.dumps(ModelSpec.of(model)))
     other = spec.build()
     held = [bucket.clone() for bucket in fill_buckets(manifest, tensors)]
     assert all(bucket.dtype == torch.uint8 and bucket.dim() == 1 and len(bucket) <= bucket_bytes for bucket in held)
     apply_buckets(manifest, held, other)
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # tied ones once
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())  # tied tensors once
     assert sum(len(bucket) for bucket in held) == manifest.num_bytes == whole
     assert other.lm_head.weight is other.transformer.wte.weight
     mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
@@ -282,7 +282,7 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
 
 def test_pieces_fill_buckets_without_gaps():
     tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4), 'c': torch.zeros(3).bfloat16(), 'empty': torch.zeros(0)}
-    manifest = plan_buckets(tensors, version=1, handshake=NONE, bucket_bytes=32)
+    manifest = plan_buckets(tensors, version=1, handshake=NO_HANDSHAKE, bucket_bytes=32)
     got = [[tuple(p) for p in pieces] for pieces in manifest.buckets]
     assert got == [[('a', 0, 6), ('b', 0, 2)], [('b', 2, 4)], [('c', 0, 3)]]
 
@@ -291,10 +291,10 @@ def test_a_weight_that_does_not_fit_is_named():
     model, other = tiny_causal_lm('gpt2'), tiny_causal_lm('gpt2', hidden=16)
     tensors = policy_tensors(model)
     with pytest.raises(ValueError, match='wte.weight is .64, 32., here .64, 16.'):
-        manifest = plan_buckets(tensors, version=1, handshake=NONE)
+        manifest = plan_buckets(tensors, version=1, handshake=NO_HANDSHAKE)
         apply_buckets(manifest, fill_buckets(manifest, tensors), other)
     tensors.pop('transformer.ln_f.bias')
-    manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1, handshake=NONE)
+    manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1, handshake=NO_HANDSHAKE)
     with pytest.raises(ValueError, match="missing .'transformer.ln_f.bias'., unknown .'x'."):
         apply_buckets(manifest, [], model)
     with torch.device('meta'):
@@ -313,7 +313,7 @@ def test_a_policy_that_changes_the_logits_is_refused_by_name():
             engine.begin(MaskedPolicy(actor_of(), actor_of(), 0.9, 1.0))
         with ilql.decoding(1.0), pytest.raises(ValueError, match="ILQLModel changes the model's logits"):
             engine.begin(ilql)
-        assert_same(drawn(engine, ilql, prompts()), local(ilql, prompts()))  # without decoding it is a plain policy
+        assert_same(generated(engine, ilql, prompts()), local(ilql, prompts()))  # without decoding it is a plain policy
 
     class Sharper(Actor):
         def head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -327,7 +327,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
     pool = InProcessWorkers()
     engine = RemoteEngine(pool)
     with pytest.raises(ValueError, match='call begin'):
-        engine.generate(asked(prompts()))
+        engine.generate(call_of(prompts()))
     engine.begin(actor_of())
     for given, sampling, message in (
         (prompts(), SamplingParams(max_new_tokens=500), "past the model's 128 positions"),
@@ -335,7 +335,7 @@ def test_the_callers_mistakes_are_found_before_any_work():
         (prompts(), SamplingParams(max_new_tokens=2, extra={'num_beams': 4}), 'num_beams=4'),
     ):
         with pytest.raises(ValueError, match=message):
-            engine.submit(asked(given, sampling))
+            engine.submit(call_of(given, sampling))
     assert pool.most_queued == 0
     with pytest.raises(ValueError, match='of another configuration'):
         engine.begin(Actor(tiny_causal_lm('gpt2', hidden=16)))
@@ -352,17 +352,17 @@ def test_the_callers_mistakes_are_found_before_any_work():
 
 
 def test_idle_workers_are_reported_once():
-    def four_times(num_workers: int, chunk_size: int | None) -> list[str]:
+    def idle_warnings(num_workers: int, chunk_size: int | None) -> list[str]:
         with RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine:
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter('always')
                 for _ in range(6):
-                    drawn(engine, actor_of(), prompts(3))
+                    generated(engine, actor_of(), prompts(3))
         return [str(w.message) for w in seen]
 
-    (message,) = four_times(3, 2)
+    (message,) = idle_warnings(3, 2)
     assert 'only 2 of 3 rollout workers had something to do' in message
-    assert four_times(3, 1) == four_times(1, None) == []
+    assert idle_warnings(3, 1) == idle_warnings(1, None) == []
 
 
 # ---------------------------------------------------------------------- one engine for all ranks
@@ -371,7 +371,7 @@ def test_idle_workers_are_reported_once():
 FEW = SamplingParams(max_new_tokens=5, eos_token_ids=(2,))
 
 
-def numbered(num: int) -> list[Prompt]:
+def numbered_prompts(num: int) -> list[Prompt]:
     return [Prompt(ids=torch.tensor([5, 3 + i]), text=str(i)) for i in range(num)]
 
 
@@ -379,13 +379,13 @@ def versions(samples: list[Sample]) -> list[Any]:
     return [(s.index, s.prompt_text, s.response_ids.tolist(), s.version) for s in samples]
 
 
-def of_a_rank() -> dict[str, Any]:
+def generate_on_rank() -> dict[str, Any]:
     workers = InProcessWorkers(2)
     with DDPStrategy(seed=3, device='cpu') as strategy, SharedEngine(strategy, RemoteEngine(workers)) as engine:
         model = tiny_causal_lm('gpt2')
-        if strategy.rank == 1:  # is not asked
+        if strategy.rank == 1:  # its weights are not used
             torch.nn.init.zeros_(model.transformer.wte.weight)
-        mine = numbered(7)[:3] if strategy.rank == 0 else numbered(7)[3:]
+        mine = numbered_prompts(7)[:3] if strategy.rank == 0 else numbered_prompts(7)[3:]
         first = 3 * strategy.rank
         found: dict[str, Any] = {}
         engine.begin(Actor(model))
@@ -395,7 +395,7 @@ def of_a_rank() -> dict[str, Any]:
         engine.end()
         found['versions'] = [versions(engine.take(ticket)) for ticket in reversed(tickets)]
         found['started'] = len(workers.workers)
-        # ranks that want different limits, or nothing, still ask alike
+        # ranks with different limits, or without prompts, make the same calls
         endless = SamplingParams(max_new_tokens=5)
         collector = Collector(strategy, engine, endless, policy=lambda **_: nullcontext(Actor(model)))
         limits = [1, 2, 2] if strategy.rank == 0 else []
@@ -403,16 +403,16 @@ def of_a_rank() -> dict[str, Any]:
         found['limited'] = [len(s.response_ids) for s in samples]
         engine.begin(Actor(model))
         with pytest.raises(ValueError, match='^generate: prompt 0 is empty'):
-            engine.submit(asked([Prompt(ids=torch.tensor([], dtype=torch.int64))], FEW))
+            engine.submit(call_of([Prompt(ids=torch.tensor([], dtype=torch.int64))], FEW))
         return found
 
 
 def test_ranks_share_the_workers_of_rank_0():
-    results = run_distributed(of_a_rank, 2)
+    results = run_distributed(generate_on_rank, 2)
     local, expected = LocalEngine(), []
     local.begin(Actor(tiny_causal_lm('gpt2')))
     for seed in (6, 5):
-        samples = local.generate(Call.of(numbered(7), FEW, seed=seed, indices=range(7)))
+        samples = local.generate(Call.of(numbered_prompts(7), FEW, seed=seed, indices=range(7)))
         expected.append([(i, text, ids, 1) for i, text, ids, _ in versions(samples)])
     local.end()
     for rank, found in enumerate(results):
@@ -422,12 +422,12 @@ def test_ranks_share_the_workers_of_rank_0():
     assert [found['limited'] for found in results] == [[1, 2, 2], []]
 
 
-# ---------------------------------------------------------------- whole weights that the device has no room for
+# ---------------------------------------------------------------- full weights that do not fit on the device
 
 GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
 
 
-def adapted(lora_rank: int) -> Actor:
+def actor_with_adapters(lora_rank: int) -> Actor:
     torch.manual_seed(0)
     made = Actor(tiny_causal_lm('llama', heads=4), lora_rank)
     with torch.no_grad():
@@ -437,8 +437,8 @@ def adapted(lora_rank: int) -> Actor:
     return made
 
 
-def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[str, Any]:
-    fsdp.streams = lambda *_: True  # the device has no room
+def generate_from_shards(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[str, Any]:
+    fsdp.streams = lambda *_: True  # as if the weights did not fit on the device
     if engine_kind == 'remote':
         engine: Any = RemoteEngine(InProcessWorkers(1))
     else:
@@ -452,7 +452,7 @@ def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -
         FSDPStrategy(device='cpu', tensor_parallel=tensor_parallel) as strategy,
         SharedEngine(strategy, engine) as shared,
     ):
-        prepared = strategy.prepare(adapted(lora_rank))
+        prepared = strategy.prepare(actor_with_adapters(lora_rank))
         begin = engine.begin
 
         def watched(model: Any) -> None:
@@ -464,8 +464,8 @@ def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -
         collector = Collector(strategy, shared, GREEDY, policy=partial(strategy.full_model, prepared))
         share = 6 // strategy.world_size
         first = share * strategy.rank
-        samples = collector.generate(numbered(6)[first : first + share], indices=range(first, first + share))
-        seen['drawn'] = [(s.index, s.response_ids.tolist()) for s in samples]
+        samples = collector.generate(numbered_prompts(6)[first : first + share], indices=range(first, first + share))
+        seen['generated'] = [(s.index, s.response_ids.tolist()) for s in samples]
     return seen
 
 
@@ -474,10 +474,10 @@ def with_whole_weights(engine_kind: str, tensor_parallel: int, lora_rank: int) -
     [('remote', 1, 0), ('store', 2, 0), ('nccl', 2, 2)],
 )
 def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
-    alone = adapted(lora_rank)
-    expected = [(s.index, s.response_ids.tolist()) for s in local(alone, numbered(6), sampling=GREEDY)]
-    results = run_distributed(with_whole_weights, 2, engine_kind, tensor_parallel, lora_rank)
-    share = 6 if tensor_parallel == 2 else 3  # processes that hold a model together have the same prompts
-    assert results[0]['drawn'] == expected[:share]
-    assert results[1]['drawn'] == (expected if tensor_parallel == 2 else expected[3:])
+    alone = actor_with_adapters(lora_rank)
+    expected = [(s.index, s.response_ids.tolist()) for s in local(alone, numbered_prompts(6), sampling=GREEDY)]
+    results = run_distributed(generate_from_shards, 2, engine_kind, tensor_parallel, lora_rank)
+    share = 6 if tensor_parallel == 2 else 3  # processes that share a tensor-parallel model have the same prompts
+    assert results[0]['generated'] == expected[:share]
+    assert results[1]['generated'] == (expected if tensor_parallel == 2 else expected[3:])
     assert results[0]['streamed'] is False and results[0]['whole'] == sum(p.numel() for p in alone.parameters())

@@ -1,5 +1,5 @@
-"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64. The hash behind
-every draw against plain Python integers; samples compared."""
+"""Sampling settings; the step from logits to tokens against loops in float64; the hash of random numbers against plain
+Python integers; the comparison of samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from engine_calls import drawn
+from engine_calls import generated
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
@@ -19,7 +19,7 @@ from chatgpt.types import Prompt, Sample
 
 
 def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:
-    """Filtered probabilities, in float64, token by token."""
+    """Computes filtered probabilities in float64, token by token."""
     scaled = [-math.inf if t in barred else x / temperature for t, x in enumerate(logits)]
     order = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
     if top_k:
@@ -64,7 +64,7 @@ def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
         assert float(draw.filtered_logprob[row]) == pytest.approx(math.log(want[token]), abs=1e-5)
         plain = slow_filter(values, temperature, 0, 1.0, set())
         assert float(draw.logprob[row]) == pytest.approx(math.log(plain[token]), abs=1e-5)
-        # the token is the one whose cumulative interval holds u
+        # the token's cumulative interval contains u
         before = math.fsum(want[:token])
         assert before - 1e-6 <= float(u[row]) <= before + want[token] + 1e-6
     unequal = (draw.logprob - draw.filtered_logprob).abs() > 1e-4
@@ -83,7 +83,7 @@ def test_greedy_takes_the_most_likely_token_that_is_not_barred():
 @pytest.mark.parametrize(
     ('filters', 'probs', 'near'),
     [
-        ({'top_k': 2}, [0.5, 0.2500005, 0.2499995], True),  # rounding may swap tokens 1 and 2, whatever u is
+        ({'top_k': 2}, [0.5, 0.2500005, 0.2499995], True),  # rounding may swap tokens 1 and 2 for any u
         ({'top_k': 2}, [0.5, 0.3, 0.2], False),
         ({'top_p': 0.75}, [0.5, 0.25, 0.15, 0.1], True),  # exactly at a cumulative sum of 0.5 + 0.25
         ({'top_p': 0.65}, [0.5, 0.25, 0.15, 0.1], False),
@@ -134,14 +134,14 @@ def test_generation_kwargs():
     assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
     neutral = {'top_k': None, 'num_beams': 1, 'repetition_penalty': 1.0, 'use_cache': True, 'early_stopping': False}
     assert from_generation_kwargs(max_new_tokens=3, bos_token_id=1, **neutral) == SamplingParams(max_new_tokens=3)
-    others = {'num_beams': 4, 'repetition_penalty': 1.2}  # which only transformers can do
+    others = {'num_beams': 4, 'repetition_penalty': 1.2}  # supported by transformers only
     assert dict(from_generation_kwargs(max_new_tokens=3, **others).extra) == others
     sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
     assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
 
 
 @pytest.mark.parametrize(
-    ('name', 'value', 'told'),
+    ('name', 'value', 'message'),
     [
         ('temprature', 1, "'temprature' is unknown; did you mean .*temperature"),
         ('topk', 1, "'topk' is unknown; did you mean .*top_k"),
@@ -149,26 +149,26 @@ def test_generation_kwargs():
         ('stop_strings', ['x'], 'needs a tokenizer'),
     ],
 )
-def test_generation_kwargs_that_are_refused(name, value, told):
-    with pytest.raises(ValueError, match=told):
+def test_generation_kwargs_that_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
         from_generation_kwargs(max_new_tokens=3, **{name: value})
 
 
 def test_every_end_token_of_the_model_counts(tmp_path):
-    """Chat models end a turn with tokens that the tokenizer's end token is not one of."""
+    """Chat models end a turn with other tokens than the tokenizer's end token."""
     model = tiny_causal_lm('llama', vocab_size=300)
     tokenizer = byte_tokenizer()
     actor = Actor(model)
-    asked = {'max_new_tokens': 4}
+    kwargs = {'max_new_tokens': 4}
     assert tokenizer.eos_token_id == 258 and model.config.eos_token_id == 2
-    assert sampling_for(actor, tokenizer, asked)[0].eos_token_ids == (258,), "2 is the family's default, a byte here"
-    assert sampling_for(actor, None, asked)[0].eos_token_ids == (2,)
+    assert sampling_for(actor, tokenizer, kwargs)[0].eos_token_ids == (258,), "2 is the family's default, a byte here"
+    assert sampling_for(actor, None, kwargs)[0].eos_token_ids == (2,)
     model.generation_config.eos_token_id = [7, 258, 9, 1000]
-    assert sampling_for(actor, tokenizer, asked)[0].eos_token_ids == (258, 7, 9), 'the model has no token 1000'
-    assert sampling_for(actor, tokenizer, asked | {'eos_token_id': 5})[0].eos_token_ids == (5,), 'what is asked for'
+    assert sampling_for(actor, tokenizer, kwargs)[0].eos_token_ids == (258, 7, 9), 'the model has no token 1000'
+    assert sampling_for(actor, tokenizer, kwargs | {'eos_token_id': 5})[0].eos_token_ids == (5,), 'what is asked for'
     model.generation_config = GenerationConfig(eos_token_id=7)
     model.save_pretrained(tmp_path)
-    assert sampling_for(AutoActor(tmp_path), tokenizer, asked)[0].eos_token_ids == (258, 7), 'a file names it'
+    assert sampling_for(AutoActor(tmp_path), tokenizer, kwargs)[0].eos_token_ids == (258, 7), 'a file names it'
 
 
 def test_several_end_tokens():
@@ -183,7 +183,7 @@ def test_a_response_ends_with_any_of_them(engine):
 
     def response() -> Sample:
         sampling = sampling_for(actor, tokenizer, {'max_new_tokens': 12, 'do_sample': False})[0]
-        return drawn(engine(), actor, sampling, [Prompt(ids=torch.tensor([5, 6]))])[0]
+        return generated(engine(), actor, sampling, [Prompt(ids=torch.tensor([5, 6]))])[0]
 
     free = response().response_ids.tolist()
     assert len(free) == 12
@@ -246,7 +246,7 @@ def test_inverse_cdf_equals_a_slow_loop():
         p = float(probs[row, expected])
         want = min(float(u[row]) * total - low, low + p - float(u[row]) * total)
         assert float(edges[row]) == pytest.approx(want, abs=1e-6)
-        assert abs(float(edges[row]) - (float(u[row]) * total - low + 0.01)) > 1e-3  # a shifted edge is another number
+        assert abs(float(edges[row]) - (float(u[row]) * total - low + 0.01)) > 1e-3  # negative control: a shifted edge
 
 
 @pytest.mark.parametrize('scale', [1.0, 0.99999, 1.00001])

@@ -1,4 +1,4 @@
-"""Stop strings: spanning tokens, inside a token, half characters, long responses."""
+"""Stop strings over several tokens, inside a token, after incomplete characters, and in long responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_calls import drawn
+from engine_calls import generated
 
 from chatgpt.nn import GPTActor
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
@@ -26,7 +26,7 @@ class PieceTokenizer:
 
 
 def first_hit(stop: StopStrings, ids: list[int]) -> int | None:
-    """After how many tokens an engine would stop."""
+    """Returns the number of tokens after which an engine would stop."""
     return next((n for n in range(1, len(ids) + 1) if stop(ids[:n])), None)
 
 
@@ -52,7 +52,7 @@ def test_any_of_several_strings_and_long_responses():
 
 
 def test_it_looks_only_at_the_end():
-    """The cost of a question does not grow with the response."""
+    """The cost of a call does not grow with the response."""
     seen = []
 
     class Watching(PieceTokenizer):
@@ -87,12 +87,12 @@ def test_a_string_before_min_new_tokens_neither_ends_the_response_nor_cuts_its_t
     assert [n for n in range(1, len(ids) + 1) if n >= 8 and stop(ids[:n])][0] == len('oEND two END')
     assert stop.text_of(ids) == 'oEND two '
     assert stop.text_of(list(b'oEND and nothing more')) == 'oEND and nothing more'
-    # A string may begin before the token that it must not end before, and end at it.
+    # a string that ends at token `min_new_tokens` may begin earlier
     for text, stops in (('123456##', True), ('12345##8', False), ('1234##7##0', True)):
         ids = list(text.encode())
         assert stop(ids) is stops, text
         assert stop.text_of(ids) == (text[: text.rindex('##')] if stops else text)
-    # Negative control: without the limit it is the first one.
+    # negative control: without the limit the first one counts
     assert StopStrings(tokenizer, ['END']).text_of(list(b'oEND two END three')) == 'o'
     assert replace(sampling, min_new_tokens=0).stop.text_of(list(b'oEND two END')) == 'o'
 
@@ -112,12 +112,12 @@ def test_the_engine_goes_on_past_an_early_string():
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=26, positions=64))
     prompts = [Prompt(ids=torch.tensor([i])) for i in range(4)]
     plain = SamplingParams(max_new_tokens=40, temperature=3.0)
-    free = drawn(LocalEngine(), actor, plain, prompts)
-    letters = [tokenizer.decode([int(s.response_ids[2])]) for s in free]  # each response has its own too early
+    free = generated(LocalEngine(), actor, plain, prompts)
+    letters = [tokenizer.decode([int(s.response_ids[2])]) for s in free]  # each response contains one too early
     stopping = replace(plain, min_new_tokens=6, stop=StopStrings(tokenizer, letters))
     texts = [tokenizer.decode(s.response_ids.tolist()) for s in free]
     lengths = [next(n for n in range(6, 41) if text[n - 1] in letters) for text in texts]
-    samples = drawn(LocalEngine(), actor, stopping, prompts)
+    samples = generated(LocalEngine(), actor, stopping, prompts)
     assert [(s.finish_reason, s.num_actions) for s in samples] == [('stop', n) for n in lengths] and max(lengths) > 6
     for sample, text, length in zip(samples, texts, lengths, strict=True):
         assert stopping.stop.text_of(sample.response_ids.tolist()) == text[: length - 1]

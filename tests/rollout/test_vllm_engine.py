@@ -1,8 +1,5 @@
-"""The engine around vLLM where it sleeps, on a stand-in for it, and on vLLM itself where that is installed on a GPU.
-tests/real_vllm has what vLLM itself shows on a CPU.
-
-The stand-in (tests/rollout/stand_in) has the part of the interface that the engine uses, knows only the weights loaded
-into it, and refuses to work asleep.
+"""The vLLM engine with sleep, on the fake in tests/rollout/stand_in, and on vLLM itself if it is installed on a GPU.
+See tests/real_vllm for tests with vLLM on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from engine_calls import drawn as collect
+from engine_calls import generated as collect
 from engine_calls import prompts_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -29,8 +26,8 @@ from chatgpt.trainer.policy import Policy
 
 @pytest.fixture
 def fake_vllm(stand_in, monkeypatch):
-    """The stand-in's LLM; memory that torch keeps is missing when it wakes up."""
-    emptied_at: list[int] = []  # how many events there were when torch's memory cache was emptied
+    """The fake LLM, which requires that torch's memory cache is empty when it wakes up."""
+    emptied_at: list[int] = []  # number of events when torch's memory cache was emptied
     llm = importlib.import_module('vllm').LLM
     wake_up = llm.wake_up
 
@@ -68,7 +65,7 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
     (llm,) = fake_vllm.made
     phase = ['wake weights', 'load', 'forget', 'wake kv_cache', 'sleep 2']
     assert llm.events == ['sleep 2', *phase, *phase]
-    engine.begin(Actor(model))  # a phase without prompts, and one that ends in the middle of its begin
+    engine.begin(Actor(model))  # a phase without prompts, then one that fails in `begin`
     engine.end()
     assert llm.events[-5:] == phase
     llm.reset_prefix_cache = lambda: 1 // 0
@@ -114,7 +111,7 @@ def test_mistakes_are_named(fake_vllm, folder):
     with pytest.raises(ValueError, match='begin'):
         VLLMEngine(folder).generate(Call.of([], SamplingParams(max_new_tokens=1), seed=0, indices=[]))
     actor = Actor(tiny_causal_lm('gpt2'))
-    # what would hide the policy's log-probs
+    # settings that hide the policy's log-probs
     for setting in ({'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}):
         with pytest.raises(ValueError, match=next(iter(setting))):
             collect(VLLMEngine(folder), actor, SamplingParams(max_new_tokens=3, **setting))
@@ -151,7 +148,7 @@ def test_on_vllm_itself(tmp_path):
     ('gpus', 'of_a_worker', 'way'), [(1, 1, 'ipc'), (2, 1, 'nccl'), (3, 2, 'nccl'), (1, 1, 'store')]
 )
 def test_workers_on_vllm_itself(gpus, of_a_worker, way):
-    """Two versions of the weights. Ray gives workers the first GPUs; the trainer has the last."""
+    """Sends two versions of the weights. Ray gives the workers the first GPUs; the trainer has the last one."""
     import ray
 
     from chatgpt.rollout import VLLMRemoteEngine

@@ -1,5 +1,5 @@
-"""Workers that generate with vLLM on several GPUs each, on the stand-in: weights over gloo where vLLM has NCCL, each
-weight cut over two ranks. Those that die are processes of their own."""
+"""Workers that generate with vLLM on several GPUs each, with the fake vLLM: gloo instead of NCCL, weights split over
+two ranks. Workers that die run in separate processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_calls import drawn as drawn_of
+from engine_calls import generated as generated_by
 from engine_calls import prompts_of
 from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -25,23 +25,23 @@ SAMPLING = SamplingParams(max_new_tokens=6, eos_token_ids=(2,))
 PROMPTS = prompts_of((1, 2, 3, 4, 1, 2))
 
 
-def asked(sampling: SamplingParams = SAMPLING) -> Call:
+def call_of(sampling: SamplingParams = SAMPLING) -> Call:
     return Call.of(PROMPTS, sampling, seed=5, indices=range(6))
 
 
-def drawn(samples: list[Sample]) -> list[Any]:
+def records(samples: list[Sample]) -> list[Any]:
     return [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist(), s.finish_reason) for s in samples]
 
 
-def changed(model: Any, seed: int = 0) -> None:
+def perturb(model: Any, seed: int = 0) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def submitted(engine: VLLMRemoteEngine, model: Any) -> Any:
+def begin_and_submit(engine: VLLMRemoteEngine, model: Any) -> Any:
     engine.begin(Actor(model))
-    ticket = engine.submit(asked())
+    ticket = engine.submit(call_of())
     engine.end()
     return ticket
 
@@ -49,13 +49,13 @@ def submitted(engine: VLLMRemoteEngine, model: Any) -> Any:
 def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
     samples = []
     for _ in range(2):
-        samples += engine.take(submitted(engine, model))
-        changed(model)
-    return drawn(samples)
+        samples += engine.take(begin_and_submit(engine, model))
+        perturb(model)
+    return records(samples)
 
 
 def methods(engine: VLLMRemoteEngine, of: int) -> list[str]:
-    """What a worker was asked, apart from what is asked of it once."""
+    """Returns the calls of a worker, without those that are made once."""
     return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'barrier', 'has_head')]
 
 
@@ -67,24 +67,24 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
         ) as engine:
             found[way] = two_versions(engine, tiny_causal_lm('gpt2'))
             assert engine.ways == [way] * 2 and engine.tensor_parallel == 2
-            # by transfer each version comes in front of its requests
+            # each version is transferred before its requests
             transfers = ['join'] + ['update_weights', 'generate'] * 2
             assert methods(engine, 1) == (transfers if way == 'nccl' else ['generate'] * 2)
     assert found['store'] == found['nccl']
     assert [version for _, version, *_ in found['nccl']] == [1] * 6 + [2] * 6
     assert found['nccl'][:6] != found['nccl'][6:]
-    # the versions are the policy's: greedy, as the local engine
+    # greedy tokens are those of the local engine
     model, greedy = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, do_sample=False)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         for _ in range(2):
-            ours, theirs = (drawn_of(one, model, greedy, PROMPTS) for one in (engine, LocalEngine()))
+            ours, theirs = (generated_by(one, model, greedy, PROMPTS) for one in (engine, LocalEngine()))
             assert [s.response_ids.tolist() for s in ours] == [s.response_ids.tolist() for s in theirs]
-            changed(model)
+            perturb(model)
 
 
 def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
-    """The worker is still busy with version 1 when version 2 is sent and learned from; its samples of version 2 know
-    nothing of what was learned in the meantime."""
+    """The worker is still busy with version 1 when version 2 is sent and the trainer learns; its samples of version 2
+    do not depend on this learning."""
     gate, events = tmp_path / 'open', []
     gate.touch()
     monkeypatch.setenv('STAND_IN_GATE', str(gate))
@@ -93,17 +93,17 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
         expected = two_versions(engine, model)
         model = tiny_causal_lm('gpt2')
         gate.unlink()
-        old = submitted(engine, model)
+        old = begin_and_submit(engine, model)
         engine._finish_sending()
-        changed(model)
-        new = submitted(engine, model)
+        perturb(model)
+        new = begin_and_submit(engine, model)
         (link,) = engine._sending
         events.append(('asked', link.thread.is_alive()))
-        assert not link.ready.is_set()  # nothing occupies the trainer's device until the worker receives
-        changed(model, seed=7)  # a learn step, in place
+        assert not link.ready.is_set()  # the transfer does not occupy the trainer's device until the worker receives
+        perturb(model, seed=7)  # a learn step, in place
         events.append(('learned', link.thread.is_alive()))
         gate.touch()
-        samples = drawn(engine.take(old) + engine.take(new))
+        samples = records(engine.take(old) + engine.take(new))
         link.thread.join()
         events.append(('taken', link.thread.is_alive()))
     assert events == [('asked', True), ('learned', True), ('taken', False)]
@@ -116,27 +116,27 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
 def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, monkeypatch, staleness):
     die, model = tmp_path / 'die', tiny_causal_lm('gpt2')
     monkeypatch.setenv('STAND_IN_DIES', str(die))
-    workers = SpawnedWorkers(2, {'GPU': 2}, apart=True)
+    workers = SpawnedWorkers(2, {'GPU': 2}, spawn=True)
     with VLLMRemoteEngine(workers, weight_transfer='nccl', bucket_bytes=2048, max_restarts=1) as engine:
         expected = two_versions(engine, model)
         model = tiny_causal_lm('gpt2')
         tickets, found = [], []
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             for phase in range(2):
                 if phase == 1:
                     die.touch()
-                tickets.append(submitted(engine, model))
+                tickets.append(begin_and_submit(engine, model))
                 if len(tickets) > staleness:
                     found += engine.take(tickets.pop(0))
-                changed(model)
+                perturb(model)
             for ticket in tickets:
                 found += engine.take(ticket)
-        (line,) = [str(w.message) for w in told if 'rollout worker' in str(w.message)]
+        (line,) = [str(w.message) for w in caught if 'rollout worker' in str(w.message)]
         assert 'died (its process ended)' in line and 'generates its 3 prompts again' in line
         assert engine.num_replaced == 1
-        assert [(i, v - 2, *rest) for i, v, *rest in drawn(found)] == expected
-        # the new worker is sent the next version
+        assert [(i, v - 2, *rest) for i, v, *rest in records(found)] == expected
+        # the new worker receives the next version
         engine.begin(Actor(model))
         assert len(engine._sending) == 2
         engine._finish_sending()
@@ -147,18 +147,18 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
 def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, monkeypatch):
     die, model = tmp_path / 'die', tiny_causal_lm('gpt2')
     monkeypatch.setenv('STAND_IN_DIES', str(die))
-    workers = SpawnedWorkers(1, {'GPU': 2}, apart=True)
+    workers = SpawnedWorkers(1, {'GPU': 2}, spawn=True)
     with VLLMRemoteEngine(workers, weight_transfer='nccl', max_restarts=1) as engine:
         die.touch()
         engine.begin(Actor(model))
         engine.end()
         with pytest.warns(UserWarning, match=r'rollout worker 0 died \(its process ended\); a new one goes on'):
             engine.begin(Actor(model))
-        assert {s.version for s in engine.generate(asked())} == {2}
+        assert {s.version for s in engine.generate(call_of())} == {2}
 
 
 def test_on_one_gpu_handles_are_sent(monkeypatch):
-    """CUDA IPC: everything at once, while the copy is kept."""
+    """CUDA IPC sends all handles at once, while the copy is kept."""
     monkeypatch.setattr(vllm_remote, 'name_of_device', lambda device: 'GPU-1')
 
     class Workers(SpawnedWorkers):
@@ -181,7 +181,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         model = tiny_causal_lm('gpt2')
         engine.begin(Actor(model))
-        engine.generate(asked())
+        engine.generate(call_of())
         engine._finish_sending()
         sender = engine._links[0].sender
         monkeypatch.setattr(sender, 'send_weights', lambda: 1 // 0)
@@ -194,7 +194,7 @@ def test_what_a_worker_raises_is_named(monkeypatch):
         monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
         engine.begin(Actor(model))
         with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: ZeroDivisionError'):
-            engine.generate(asked())
+            engine.generate(call_of())
 
 
 def test_mistakes_are_named(monkeypatch):
@@ -212,7 +212,7 @@ def test_mistakes_are_named(monkeypatch):
         engine.begin(actor)  # auto: weights of a CPU go as buckets
         assert engine.ways == ['store'] and not any(t.name.startswith('chatgpt') for t in threading.enumerate())
         with pytest.raises(ValueError, match='top_k=3'):
-            engine.submit(asked(SamplingParams(max_new_tokens=3, top_k=3)))
+            engine.submit(call_of(SamplingParams(max_new_tokens=3, top_k=3)))
     for options, resources, why in (
         ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU to others, and these weights are on cpu"),
         ({'weight_transfer': 'ipc'}, 2, 'several GPUs to a worker'),
@@ -229,31 +229,31 @@ def test_mistakes_are_named(monkeypatch):
 
 
 def test_nothing_of_sending_runs_on_when_it_is_over(monkeypatch):
-    """The next `begin`, and closing, wait until the copy has left the device."""
-    own, entered, let_go = vllm_remote._to_host, threading.Event(), threading.Event()
+    """`begin` and `close` wait until the copy is in host memory."""
+    original, entered, resume = vllm_remote._to_host, threading.Event(), threading.Event()
 
-    def slow(*args):
+    def blocking(*args):
         entered.set()
-        let_go.wait()
-        own(*args)
+        resume.wait()
+        original(*args)
 
-    monkeypatch.setattr(vllm_remote, '_to_host', slow)
+    monkeypatch.setattr(vllm_remote, '_to_host', blocking)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         engine.begin(Actor(tiny_causal_lm('gpt2')))
         moving = engine._moving
         assert entered.wait() and moving.is_alive()
-        threading.Timer(0.2, let_go.set).start()
+        threading.Timer(0.2, resume.set).start()
         engine._finish_sending()
         assert not moving.is_alive() and engine._moving is None
-        let_go.clear()
+        resume.clear()
         engine.begin(Actor(tiny_causal_lm('gpt2')))
         moving = engine._moving
-        threading.Timer(0.2, let_go.set).start()
+        threading.Timer(0.2, resume.set).start()
     assert not moving.is_alive()
 
 
 def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
-    """So what is cut out of a buffer is aligned, and vLLM knows the names."""
+    """Views of a received buffer are aligned, and vLLM knows the names."""
     sizes = {'hidden_size': 8, 'intermediate_size': 4, 'num_hidden_layers': 1, 'vocab_size': 64}
     sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))

@@ -152,6 +152,6 @@ def test_the_checkpoint_records_the_owners_and_a_run_without_one_names_it(tmp_pa
     path = sft(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
     owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
     assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}
-    told = 'statistics is of a callback that this run does not have, Keeper; it is left out'
-    with pytest.warns(UserWarning, match=told):
+    text = 'statistics is of a callback that this run does not have, Keeper; it is left out'
+    with pytest.warns(UserWarning, match=text):
         sft().load_checkpoint(path)

@@ -51,17 +51,17 @@ def test_auto_that_selects_another_precision_is_named(saved, monkeypatch):
     monkeypatch.setattr(
         'chatgpt.strategies.precision.resolve_precision', lambda precision, device, **_: {'auto': 'bf16'}[precision]
     )  # as on a GPU
-    _, (told,) = resumed(saved, strategy=NaiveStrategy(seed=3, device='cpu'))
-    assert "precision 'fp32' → 'bf16'" in told
+    _, (text,) = resumed(saved, strategy=NaiveStrategy(seed=3, device='cpu'))
+    assert "precision 'fp32' → 'bf16'" in text
 
 
 def test_another_optimizer_and_another_reward_are_named_and_used(saved):
-    trainer, (told,) = resumed(saved, lr=5e-4, decay=0.5)
+    trainer, (text,) = resumed(saved, lr=5e-4, decay=0.5)
     group = trainer.actor_optim.param_groups[0]
-    assert 'optimizers.actor.lr 0.001 → 0.0005' in told and group['lr'] == 5e-4
-    assert 'optimizers.actor.weight_decay 0.01 → 0.5' in told and group['weight_decay'] == 0.5
-    _, (told,) = resumed(saved, reward=consonants)
-    assert "reward 'vowels, source " in told and "→ 'consonants, source " in told
+    assert 'optimizers.actor.lr 0.001 → 0.0005' in text and group['lr'] == 5e-4
+    assert 'optimizers.actor.weight_decay 0.01 → 0.5' in text and group['weight_decay'] == 0.5
+    _, (text,) = resumed(saved, reward=consonants)
+    assert "reward 'vowels, source " in text and "→ 'consonants, source " in text
 
 
 def test_a_reward_of_the_same_name_and_other_code_is_another(saved):
@@ -69,8 +69,8 @@ def test_a_reward_of_the_same_name_and_other_code_is_another(saved):
         return [1.0 + x for x in vowels(prompts, responses)]
 
     other.__qualname__ = 'vowels'
-    (told,) = resumed(saved, reward=other)[1]
-    assert told.count("'vowels, source ") == 2
+    (text,) = resumed(saved, reward=other)[1]
+    assert text.count("'vowels, source ") == 2
 
 
 def start(folder: Path, *flags: str) -> SFTRun:

@@ -87,8 +87,8 @@ def short_run(difference: str) -> str:
 def test_a_rank_that_differs_is_named_on_every_rank():
     first, second = run_distributed(run_with_differences, 2, init_group=True)
     assert first == second
-    for told, words in zip(first, DIFFERENCES.values(), strict=True):
-        assert all(word in told for word in words), told
+    for message, words in zip(first, DIFFERENCES.values(), strict=True):
+        assert all(word in message for word in words), message
 
 
 def test_one_process_compares_nothing():

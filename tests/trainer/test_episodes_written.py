@@ -91,14 +91,16 @@ def test_recorded_sequences_have_their_turns(run):
     assert len(recorded) == 8
     for e in trainer.last_experiences:
         row = recorded[e.index]
-        told = json.loads(row['episode'])
-        assert told['turns'] == [
+        saved_episode = json.loads(row['episode'])
+        assert saved_episode['turns'] == [
             {'start': t.start, 'stop': t.stop, 'rewards': part['rewards']}
             for t, part in zip(e.episode.turns, [by_hand(e)[0], by_hand(e)[2]], strict=True)
         ]
-        assert (told['end'], told['success']) == (e.episode.end, not e.episode.failed)
-        assert page_row(row)['episode'] == told
-        for turn in told['turns']:
+        assert (saved_episode['end'], saved_episode['success']) == (e.episode.end, not e.episode.failed)
+        assert page_row(row)['episode'] == saved_episode
+        for turn in saved_episode['turns']:
             assert all(row['mask'][turn['start'] : turn['stop']]) is not e.episode.failed
-        between = ''.join(row['tokens'][told['turns'][0]['stop'] : told['turns'][1]['start']])
-        assert between == '\n(again)\n' and not any(row['mask'][told['turns'][0]['stop'] : told['turns'][1]['start']])
+        between = ''.join(row['tokens'][saved_episode['turns'][0]['stop'] : saved_episode['turns'][1]['start']])
+        assert between == '\n(again)\n' and not any(
+            row['mask'][saved_episode['turns'][0]['stop'] : saved_episode['turns'][1]['start']]
+        )

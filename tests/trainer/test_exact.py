@@ -250,8 +250,8 @@ def test_gemini_and_its_fp16_are_refused():
         ({'stage': 3, 'precision': 'bf16'}, r'Gemini \(stage=3\) keeps gradients in 16 bits'),
         ({'stage': 1, 'precision': 'fp16'}, "precision='fp16' is scaled by upstream"),
     ):
-        told = f"reproducible='exact': {message}, which no other strategy repeats; use stage"
-        with pytest.raises(ValueError, match=told):
+        text = f"reproducible='exact': {message}, which no other strategy repeats; use stage"
+        with pytest.raises(ValueError, match=text):
             ColossalAIStrategy(**options, reproducible='exact')
 
 

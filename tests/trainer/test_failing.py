@@ -82,8 +82,8 @@ def test_a_run_that_fails_in_phase_three_loses_nothing(straight, tmp_path, capsy
     broken(run_dir=tmp_path, **({'reward': BreaksIn(3)} if 'reward' in how else {'callbacks': [RaiseAt(2, 0)]}))
     assert saved(tmp_path) == ['step-00000002']
     path = tmp_path / 'checkpoints' / 'step-00000002'
-    told = f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or '
-    assert f'{told}--resume {path}\n' in capsys.readouterr().err
+    text = f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or '
+    assert f'{text}--resume {path}\n' in capsys.readouterr().err
     again = resumed('auto', run_dir=tmp_path)
     assert (again.phase, again.timestep, again.collector.draws.samples_drawn) == (2, 2, 32)
     assert torch.equal(weights(straight), weights(fit(again, PHASES)))
@@ -105,10 +105,10 @@ def test_a_loss_that_is_not_finite_keeps_the_phase_before(tmp_path, capsys):
 def test_a_policy_without_finite_logits_is_not_recommended(tmp_path, capsys, earlier):
     callbacks = [SaveCheckpoint(interval=1)] if earlier else []
     broken(FloatingPointError, run_dir=tmp_path, reward=BreaksIn(3, FloatingPointError), callbacks=callbacks)
-    told, first = capsys.readouterr().err, tmp_path / 'checkpoints' / 'step-00000001'
+    text, first = capsys.readouterr().err, tmp_path / 'checkpoints' / 'step-00000001'
     instead = first if earlier else 'the beginning, for there is no earlier checkpoint'
-    assert f'does not give finite numbers any more: go on from {instead}, with a lower learning rate' in told
-    assert '--resume' not in told
+    assert f'does not give finite numbers any more: go on from {instead}, with a lower learning rate' in text
+    assert '--resume' not in text
 
 
 def test_weights_of_an_interrupted_phase_are_saved_apart_from_whole_phases(tmp_path, capsys):
@@ -116,9 +116,9 @@ def test_weights_of_an_interrupted_phase_are_saved_apart_from_whole_phases(tmp_p
     trainer = broken(run_dir=folder, callbacks=[RaiseAt(2, 2), SaveCheckpoint(interval=1, keep_last=1)])
     cut, whole = (folder / 'checkpoints' / name for name in ('cut-short', 'step-00000002'))
     assert saved(folder) == [cut.name, whole.name]
-    told = capsys.readouterr().err
-    assert f'the weights after its last optimizer step are kept in {cut}: continue with --resume {cut}' in told
-    assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in told
+    text = capsys.readouterr().err
+    assert f'the weights after its last optimizer step are kept in {cut}: continue with --resume {cut}' in text
+    assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in text
     again, exact = resumed(cut, run_dir=folder), resumed(folder)
     assert torch.equal(weights(again), weights(trainer))
     assert (again.phase, again.timestep) == (2, 2)  # the phase is collected again
@@ -140,8 +140,8 @@ def test_half_a_step_and_a_run_that_has_learned_nothing_are_not_saved(tmp_path, 
 
     monkeypatch.setattr(torch.optim.AdamW, 'step', breaks)
     broken(run_dir=tmp_path)
-    told = 'nothing was saved, because some weights had moved and others not; there is no checkpoint of this run\n'
-    assert told in capsys.readouterr().err and saved(tmp_path) == []
+    text = 'nothing was saved, because some weights had moved and others not; there is no checkpoint of this run\n'
+    assert text in capsys.readouterr().err and saved(tmp_path) == []
 
 
 def test_a_full_disk_is_reported_and_no_checkpoint_is_claimed(tmp_path, capsys, monkeypatch):
@@ -150,8 +150,8 @@ def test_a_full_disk_is_reported_and_no_checkpoint_is_claimed(tmp_path, capsys, 
 
     monkeypatch.setattr(checkpointing, 'save_checkpoint', full)
     broken(run_dir=tmp_path, reward=BreaksIn(2))
-    told = 'nothing could be saved (CheckpointError: no space left on device); there is no checkpoint of this run\n'
-    assert f'the run failed in phase 2; {told}' in capsys.readouterr().err
+    text = 'nothing could be saved (CheckpointError: no space left on device); there is no checkpoint of this run\n'
+    assert f'the run failed in phase 2; {text}' in capsys.readouterr().err
 
 
 def test_a_failure_right_after_a_checkpoint_names_it_and_writes_none(tmp_path, capsys):
@@ -226,8 +226,8 @@ def in_the_way(tmp_path):
 def test_a_model_that_cannot_be_written_is_in_the_last_checkpoint(tmp_path, in_the_way):
     trainer = fit(make(run_dir=tmp_path / 'run'), 1)
     end = tmp_path / 'run' / 'checkpoints' / 'step-00000001'
-    told = rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: '
-    with pytest.raises(SaveError, match=told):
+    text = rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: '
+    with pytest.raises(SaveError, match=text):
         trainer.save_pretrained(in_the_way)
     again = resumed(end, run_dir=tmp_path / 'run')
     fit(again, 1).save_pretrained(tmp_path / 'model')
@@ -292,10 +292,10 @@ def test_ranks_that_fail_together_save(tmp_path, kind):
 def test_a_rank_that_fails_alone_names_the_newest_checkpoint(tmp_path):
     alone = run_source(RANKS.format(kind='DDPStrategy', how='alone', folder=tmp_path))
     assert all(code != 0 for code, _ in alone)
-    told = (
+    text = (
         'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint '
         'of this run'
     )
-    assert f'the run failed in phase 3; {told}' in alone[1][1]
+    assert f'the run failed in phase 3; {text}' in alone[1][1]
     assert 'only here' in alone[0][1]
     assert saved(tmp_path) == []

@@ -103,14 +103,14 @@ def test_shared_models_and_optimizers_are_refused(kind):
     (actor, first), (critic, second), reward, initial = strategy.prepare(
         (actor, optimizers[0]), (critic, optimizers[1]), reward, initial
     )
-    said = {
+    expected = {
         'itself': 'initial_model shares its weights with the actor',
         'same weights': 'initial_model shares its weights with the actor',
         'reward': 'reward_model shares its weights with the critic',
         'optimizer': 'actor and critic have the same optimizer',
     }
     optims = first, first if kind == 'optimizer' else second
-    with pytest.raises(ValueError, match=said[kind]) if kind in said else nullcontext():
+    with pytest.raises(ValueError, match=expected[kind]) if kind in expected else nullcontext():
         PPOTrainer(strategy, actor, critic, reward, initial, *optims, max_new_tokens=4)
     with pytest.raises(ValueError, match='initial_model shares its weights'):
         DPOTrainer(strategy, actor, first, [Pair(chosen=GOOD, rejected=GOOD)], initial_model=actor)

@@ -157,8 +157,8 @@ def test_a_strategy_that_cannot_leave_a_head_alone_refuses_it():
     class NeedsEveryGradient(NaiveStrategy):
         abilities = Abilities(unused=False)
 
-    told = "'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"
-    with pytest.raises(ValueError, match=told):
+    text = "'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"
+    with pytest.raises(ValueError, match=text):
         make(NeedsEveryGradient(seed=3, device='cpu'), value_head=True, **METHODS['grpo'])
 
 

@@ -182,8 +182,8 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
     trainer.collect(1)
     before = weights(trainer).clone()
     list(trainer.buffer)[3].advantages[0] = float('nan')
-    told = r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'
-    with pytest.raises(NonFiniteError, match=told):
+    output = r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'
+    with pytest.raises(NonFiniteError, match=output):
         trainer.learn()
     assert torch.isfinite(before).all() and torch.equal(before, weights(trainer))
 

@@ -226,11 +226,11 @@ def test_two_ranks_use_their_own_workers_and_one_rank_continues_with_their_sampl
 
 
 def test_requirements_of_staleness_are_named():
-    for value, told in (
+    for value, text in (
         (1, '1 learns from samples of older weights, which tis_cap weighs'),
         (-1, '-1 must not be neg'),
     ):
-        with pytest.raises(ValueError, match=f'max_staleness={told}'):
+        with pytest.raises(ValueError, match=f'max_staleness={text}'):
             PPOConfig(max_staleness=value).validate(1)
     for engine in (None, LocalEngine(), HFEngine()):
         with pytest.raises(ValueError, match='needs an engine that generates while the trainer learns, such as Remote'):

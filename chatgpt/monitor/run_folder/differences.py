@@ -65,8 +65,8 @@ def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
         rows_a, rows_b = ({row['index']: row for row in run.rollouts([phase])} for run in (a, b))
         if rows_a.keys().isdisjoint(rows_b):
             first = min(rows_a, default=None), min(rows_b, default=None)
-            difference = Difference(phase, 'rollouts', 'the first sample', first, ', and no sample is in both')
-            return Compared(len(common), difference)
+            none = Difference(phase, 'rollouts', 'the first sample', first, ', and no sample is in both')
+            return Compared(len(common), none)
         found = [
             (index, *difference)
             for index in sorted(rows_a.keys() & rows_b.keys())

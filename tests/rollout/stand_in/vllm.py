@@ -1,7 +1,6 @@
-"""The part of vLLM 0.33 that this package uses, with its signatures, for a CPU; all its modules are this one. It really
-generates, knows only the weights loaded into it, refuses to work asleep, and cuts weights over as many ranks as it is
-told, each a thread. Weights travel by gloo where vLLM's do by NCCL. What vLLM itself shows on a CPU is tested on it
-(tests/real_vllm)."""
+"""A fake of the parts of vLLM 0.33 that this package uses, with the same signatures, for a CPU; a single file for all
+modules. It generates with the weights loaded into it, fails while asleep, and splits weights over ranks, each a thread.
+Weights are sent by gloo instead of NCCL. See tests/real_vllm for tests with vLLM itself on a CPU."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ class LLM:
         LLM.made.append(self)
 
     def sleep(self, level: int = 1, mode: str = 'abort') -> None:
-        if self.asleep:  # also where only a part is awake, as older executors do
+        if self.asleep:  # also if a part is awake, like older executors
             return
         assert self.args.enable_sleep_mode and level == 2
         self.events.append(f'sleep {level}')
@@ -92,11 +91,11 @@ class LLM:
     def collective_rpc(
         self, method: str | Callable[..., Any], timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> list[Any]:
-        def asked(worker: Worker) -> Any:
+        def call(worker: Worker) -> Any:
             function = method if callable(method) else getattr(Worker, method)
             return function(worker, *args, **(kwargs or {}))
 
-        return list(self.threads.map(asked, self.workers))
+        return list(self.threads.map(call, self.workers))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         return self.collective_rpc('apply_model', args=(func,))
@@ -117,13 +116,13 @@ class LLM:
         self.events.append('forget')
         return True
 
-    def whole(self) -> Any:
-        """The model with the weights that were loaded, all ranks' parts together."""
+    def merged_model(self) -> Any:
+        """Returns the model with the loaded weights of all ranks."""
         own = self.model.state_dict()
         with torch.no_grad():
             for name in self.workers[0].shards:
                 own[name].copy_(torch.cat([w.shards[name] for w in self.workers]).view(own[name].shape))
-        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}  # a tied head wants its own
+        names = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}  # including a tied head
         missing = names - set(self.workers[0].shards)
         assert not missing, f'no weights for {sorted(missing)[:3]}'
         return self.model
@@ -134,7 +133,7 @@ class LLM:
         gate = os.environ.get('STAND_IN_GATE')
         while gate and not os.path.exists(gate):
             time.sleep(0.01)
-        model, answers = self.whole(), []
+        model, answers = self.merged_model(), []
         for prompt, p in zip(prompts, sampling_params, strict=True):
             ids, steps = list(prompt['prompt_token_ids']), []
             generator = torch.Generator().manual_seed(p.seed)
@@ -142,8 +141,8 @@ class LLM:
             while len(ids) - start < p.max_tokens:
                 logits = model(torch.tensor([ids])).logits[0, -1].float()
                 logp = torch.log_softmax(logits / (p.temperature or 1.0), -1)
-                drawn = logp.argmax() if p.temperature == 0 else torch.multinomial(logp.exp(), 1, generator=generator)
-                token = int(drawn)
+                choice = logp.argmax() if p.temperature == 0 else torch.multinomial(logp.exp(), 1, generator=generator)
+                token = int(choice)
                 ids.append(token)
                 steps.append({token: SimpleNamespace(logprob=float(logp[token]))})
                 if token in p.stop_token_ids:
@@ -158,7 +157,7 @@ class ParallelLMHead:
 
 
 class Worker:
-    """One rank: of each weight the rows, counted flat, that are its share."""
+    """A rank, with a flat shard of each weight."""
 
     def __init__(self, vllm_config: Any, rank: int, llm: Any) -> None:
         self.vllm_config = vllm_config
@@ -185,7 +184,7 @@ class Worker:
         return fn(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        assert self.updating, 'what is made of weights when they are loaded would be missing'
+        assert self.updating, 'tensors derived from the weights would be outdated'
         own, ranks = self.llm.model.state_dict(), self.vllm_config.tensor_parallel_size
         for name, tensor in weights:
             assert tensor.shape == own[name].shape, name
@@ -246,7 +245,7 @@ class WeightSource(ABC):
         return type(self).iter_full is not WeightSource.iter_full
 
     def iter_full(self) -> Any:
-        """Optional there as here: `implements_iter_full` asks whether a subclass has it."""
+        """Optional; see `implements_iter_full`."""
         raise NotImplementedError
 
 
@@ -294,23 +293,23 @@ class NCCLTrainerInitInfo:
     packed_num_buffers: int = 2
 
 
-def meet(address: str, port: int, rank: int, world_size: int) -> Any:
-    patience = timedelta(seconds=60)
-    store = TCPStore(address, port, world_size, rank == 0, patience, wait_for_workers=False)
-    return ProcessGroupGloo(store, rank, world_size, patience)
+def connect(address: str, port: int, rank: int, world_size: int) -> Any:
+    timeout = timedelta(seconds=60)
+    store = TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+    return ProcessGroupGloo(store, rank, world_size, timeout)
 
 
-def packs(named: Sequence[ParamMeta], size: int) -> Iterator[list[ParamMeta]]:
-    """What goes together: until a buffer is more than full."""
-    pack, used = [], 0
+def packed_buckets(named: Sequence[ParamMeta], size: int) -> Iterator[list[ParamMeta]]:
+    """Yields the tensors of each buffer, which is sent when it exceeds `size`."""
+    bucket, used = [], 0
     for one in named:
-        pack.append(one)
+        bucket.append(one)
         used += prod(one.shape) * one.dtype.itemsize
         if used > size:
-            yield pack
-            pack, used = [], 0
-    if pack:
-        yield pack
+            yield bucket
+            bucket, used = [], 0
+    if bucket:
+        yield bucket
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> None:
@@ -327,20 +326,20 @@ class NCCLWeightTransferEngine:
 
     def init_transfer_engine(self, init_info: Any) -> None:
         info = self.info = NCCLTrainerInitInfo(rank=0, **init_info)
-        self.group = meet(info.master_address, info.master_port, 1 + self.model.rank, info.world_size)
+        self.group = connect(info.master_address, info.master_port, 1 + self.model.rank, info.world_size)
         self.named = []
 
     def receive_weights(self, update_info: Any) -> None:
         self.named = [ParamMeta(*one) for one in update_info['named']] or self.named
-        for pack in packs(self.named, self.info.packed_buffer_size_bytes):
-            sizes = [prod(one.shape) * one.dtype.itemsize for one in pack]
+        for bucket in packed_buckets(self.named, self.info.packed_buffer_size_bytes):
+            sizes = [prod(one.shape) * one.dtype.itemsize for one in bucket]
             buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             broadcast(self.group, buffer)
             die = os.environ.get('STAND_IN_DIES', '')
             if os.path.exists(die) and self.model.rank == 1:
                 os.remove(die)
                 os._exit(1)
-            parts = zip(pack, buffer.split(sizes), strict=True)
+            parts = zip(bucket, buffer.split(sizes), strict=True)
             self.model.load_weights([(one.name, part.view(one.dtype).view(one.shape)) for one, part in parts])
 
 
@@ -353,7 +352,7 @@ class NCCLTrainerWeightTransferEngine:
         del payload['rank']
         with ThreadPoolExecutor(1) as thread:
             there = thread.submit(client.init_weight_transfer_engine, payload)
-            self.group = meet(info.master_address, info.master_port, 0, info.world_size)
+            self.group = connect(info.master_address, info.master_port, 0, info.world_size)
             there.result()
 
     def send_weights(self) -> None:
@@ -365,8 +364,8 @@ class NCCLTrainerWeightTransferEngine:
             there = thread.submit(self.client.update_weights, {'named': named})
             tensors = dict(self.source.iter_full())
             assert [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()] == meta
-            for pack in packs(meta, self.info.packed_buffer_size_bytes):
-                broadcast(self.group, torch.cat([tensors[one.name].view(-1).view(torch.uint8) for one in pack]))
+            for bucket in packed_buckets(meta, self.info.packed_buffer_size_bytes):
+                broadcast(self.group, torch.cat([tensors[one.name].view(-1).view(torch.uint8) for one in bucket]))
             there.result()
         finally:
             thread.shutdown(wait=False)

@@ -177,7 +177,7 @@
       const {value, phase} = valueAt(i, place);
       const shownValue = value === undefined ? 'none' : number(value);
       const text = smoothing && isSmoothed(lines[i]) && !chart.stacked && typeof value === 'number'
-        ? `${told} (smoothed ${number(plot.data[i + 1][xs.indexOf(phase)])})` : told;
+        ? `${shownValue} (smoothed ${number(plot.data[i + 1][xs.indexOf(phase)])})` : shownValue;
       return phase === xs[place] || value === undefined || lines[i].role === 'plan' ? text : `${text} (phase ${phase})`;
     }
 
