@@ -230,7 +230,7 @@ def prepare(module: ModuleType) -> None:
             return row.get()
         if own is not None:
             return own(name)
-        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy module class catches it and continues
+        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy module class catches it
 
     vars(module).update(_dropped=own, __getattr__=find)
 
