@@ -269,7 +269,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         owner: Any = _resolve(owner_name)
         value = vars(owner).get(attribute) or getattr(owner, attribute)
         if isinstance(value, type):
-            yield value, '__init__', _renamed(name, value.__init__)
+            yield value, '__init__', _renamed(name, inspect.getattr_static(value, '__init__'))
         elif isinstance(value, classmethod):
             yield owner, attribute, classmethod(_renamed(name, value.__func__))
         else:

@@ -72,7 +72,7 @@ class PPOTrainer(_Late):
         kwargs.pop('offload_inference_models', None)
         self._settings = {_RENAMED.get(name, name): value for name, value in kwargs.items()}
         tokenizer = self._settings.get('tokenizer')
-        if hasattr(tokenizer, 'decode'):
+        if tokenizer is not None and hasattr(tokenizer, 'decode'):
             self._settings.setdefault('eos_token_id', tokenizer.eos_token_id)
             self._settings.setdefault('pad_token_id', tokenizer.pad_token_id)
 

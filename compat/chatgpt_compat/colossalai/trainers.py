@@ -112,8 +112,8 @@ class RewardModelTrainer(OurRewardModelTrainer):
     """The reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
     eval_dataset, batch_size, max_epochs), with data sets of (chosen ids, mask, rejected ids, mask).
 
-    `batch_size` is that of a process. Scores are not shifted after training (`calibrate=False`). The learning rate follows a
-    cosine over the steps of the run.
+    `batch_size` is that of a process. Scores are not shifted after training (`calibrate=False`). The learning rate
+    follows a cosine over the steps of the run.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class SaveCheckpoint(Callback):
         self.path, self.interval, self.strategy = Path(path), interval, strategy
         self.pairs = {'actor': (actor, actor_optim), 'critic': (critic, critic_optim)}
 
-    def on_episode_end(self, episode: int) -> None:
+    def on_episode_end(self, episode: int) -> None:  # type: ignore[override]
         if (episode + 1) % self.interval:
             return
         folder = self.path / f'episode_{episode}'
