@@ -9,10 +9,15 @@ import pytest
 from trl_page import PAGE, ROOT, rows, section
 
 from chatgpt_compat.trl import SERVED, pairs, sft
-from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 
 CONFIGS = [PPOConfig, pairs.DPOConfig, sft.SFTConfig, pairs.RewardConfig]
-REASONS = [*FATES.values(), pairs.DPOTrainer.FATES, sft.SFTTrainer.FATES, pairs.RewardTrainer.FATES]
+REASONS = [
+    *UNSUPPORTED.values(),
+    pairs.DPOTrainer.UNSUPPORTED,
+    sft.SFTTrainer.UNSUPPORTED,
+    pairs.RewardTrainer.UNSUPPORTED,
+]
 
 
 @pytest.mark.parametrize('config', CONFIGS)

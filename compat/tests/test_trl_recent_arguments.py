@@ -18,15 +18,15 @@ from chatgpt.nn import GPTActor
 from chatgpt_compat.peft import lora_arguments
 from chatgpt_compat.trl import arguments, pairs, ppo_train, scripts, sft
 from chatgpt_compat.trl.arguments import check_given
-from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 from chatgpt_compat.trl.offline import plan_of
 from chatgpt_compat.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 TABLES = {
-    'PPOConfig': (PPOConfig, FATES['second']),
-    'DPOConfig': (pairs.DPOConfig, pairs.DPOTrainer.FATES),
-    'SFTConfig': (sft.SFTConfig, sft.SFTTrainer.FATES),
-    'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.FATES),
+    'PPOConfig': (PPOConfig, UNSUPPORTED['second']),
+    'DPOConfig': (pairs.DPOConfig, pairs.DPOTrainer.UNSUPPORTED),
+    'SFTConfig': (sft.SFTConfig, sft.SFTTrainer.UNSUPPORTED),
+    'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.UNSUPPORTED),
 }
 ODD = 'something else'
 """a value that is no argument's default"""
@@ -61,13 +61,14 @@ def test_what_cannot_be_honoured_is_named(name):
 
 def test_an_argument_given_at_its_default_is_given():
     with pytest.warns(UserWarning, match='DPOConfig: ddp_timeout=1800 has no effect here'):
-        check_given(pairs.DPOConfig('out', ddp_timeout=1800), pairs.DPOTrainer.FATES)
+        check_given(pairs.DPOConfig('out', ddp_timeout=1800), pairs.DPOTrainer.UNSUPPORTED)
     (parsed,) = HfArgumentParser(pairs.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        check_given(parsed, pairs.DPOTrainer.FATES)  # of a command line every field is passed
+        check_given(parsed, pairs.DPOTrainer.UNSUPPORTED)  # of a command line every field is passed
         check_given(
-            pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), pairs.DPOTrainer.FATES
+            pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0),
+            pairs.DPOTrainer.UNSUPPORTED,
         )
 
 
@@ -107,7 +108,7 @@ def test_the_losses_are_the_same_list_everywhere(folder):
     with pytest.raises(ValueError, match="loss_type='apo_zero' is not served here; use one of sigmoid, hinge, robust$"):
         pairs.DPOTrainer(str(folder), args=pairs.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
     for name in ('use_weighting', 'loss_weights', 'ld_alpha'):
-        assert 'sigmoid, hinge, robust' in pairs.DPOTrainer.FATES[name].note
+        assert 'sigmoid, hinge, robust' in pairs.DPOTrainer.UNSUPPORTED[name].note
 
 
 def test_an_unknown_argument_names_the_nearest():

@@ -112,8 +112,8 @@ class RewardModelTrainer(OurRewardModelTrainer):
     """The reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
     eval_dataset, batch_size, max_epochs), with data sets of (chosen ids, mask, rejected ids, mask).
 
-    `batch_size` is that of a process. Scores are not shifted after training (`calibrate=False`). The learning rate follows a
-    cosine over the steps of the run.
+    `batch_size` is that of a process. Scores are not shifted after training (`calibrate=False`). The learning rate
+    follows a cosine over the steps of the run.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
         The value head is read from the checkpoint, else initialised. An adapter's folder gives its base model with the
         adapter, which stays trainable. Weights are kept in 32 bits; a `torch_dtype` of 16 bits is the precision of the
-        trainer. `kwargs` are those of the constructor and of loading; `device_map` and quantization only give a warning.
+        trainer. `kwargs` are those of the constructor and of loading; `device_map` and quantization give a warning.
         Raises ValueError for arguments that are unknown or not supported.
         """
         if reward_adapter is not None:
