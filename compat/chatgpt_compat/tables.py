@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,17 +25,46 @@ def at(places: str, module: str, names: str) -> dict[str, str]:
     return {f'{place}.{name}'.lstrip('.'): f'{module}:{name}' for place in places.split() for name in names.split()}
 
 
-def lookup(package: str, served: Mapping[str, str], instead: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module with both tables of a package."""
+def lookup(
+    package: str, served: Mapping[str, str], instead: Mapping[str, str], otherwise: str = ''
+) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module with both tables of a package. `otherwise`: what to write instead of other
+    names."""
 
     def find(name: str) -> Any:
         if name in served:
             return load(served[name])
         if name in instead:  # `from ... import` hides the text of an AttributeError
             raise ImportError(f'{package}.{name} is not served; instead: {instead[name]}')
+        if otherwise and not name.startswith('__'):
+            raise ImportError(f'{package}.{name} is not served; instead: {otherwise}')
         raise AttributeError(f'chatgpt_compat.{package} has no attribute {name!r}')
 
     return find
+
+
+def as_modules(package: str, served: Mapping[str, str], instead: Mapping[str, str]) -> None:
+    """Makes the modules of a table importable within our package, such as `chatgpt_compat.trlx.data.configs`, except
+    where we have a file."""
+    inner = {name.rpartition('.')[0] for name in served}
+    inner = {'.'.join(name.split('.')[:end]) for name in inner for end in range(1, name.count('.') + 2) if name}
+    inner |= {name for name in instead if name.rpartition('.')[0] in inner and name.rpartition('.')[2].islower()}
+    folder = Path(__file__).parent / package
+    for name in sorted(inner):
+        place, full = folder.joinpath(*name.split('.')), f'chatgpt_compat.{package}.{name}'
+        if place.with_suffix('.py').exists() or place.is_dir():
+            continue
+        module = ModuleType(full, f'What is served of {package}.{name}.')
+        below = {
+            table: {key.removeprefix(f'{name}.'): value for key, value in rows.items() if key.startswith(f'{name}.')}
+            for table, rows in (('served', served), ('instead', instead))
+        }
+        find = lookup(f'{package}.{name}', below['served'], below['instead'], instead.get(name, ''))
+        module.__dict__.update(__path__=[], __getattr__=find)
+        sys.modules[full] = module
+        parent = sys.modules.get(full.rpartition('.')[0])
+        if parent is not None and name.rpartition('.')[2] not in vars(parent):
+            setattr(parent, name.rpartition('.')[2], module)
 
 
 @dataclass(frozen=True)

@@ -175,3 +175,47 @@ def test_a_tool_of_a_folder(program, tmp_path):
     assert (code, out) == (0, 'a!\n'), err
     code, _, err = program("from transformers import load_tool\nload_tool('someone/tool')\n")
     assert code == 1 and 'download the tool first' in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='is about machines without a GPU')
+def test_bf16_of_training_arguments_without_a_gpu(program):
+    code, _, err = program(
+        'from transformers import TrainingArguments\n'
+        "assert TrainingArguments('out', bf16=True, report_to='none').use_cpu\n"
+    )
+    assert code == 0, err
+    assert not transformers.TrainingArguments('out', report_to='none').use_cpu
+
+
+def test_arguments_of_scripts_up_to_0_8(program):
+    code, out, err = program(
+        """
+from trl.commands.cli_utils import DpoScriptArguments, SFTScriptArguments, TrlParser
+from transformers import TrainingArguments
+args, _ = TrlParser((DpoScriptArguments, TrainingArguments)).parse_args_and_config(['--output_dir=o', '--beta=0.2'])
+print(args.beta, args.max_length, args.max_target_length, args.sanity_check, args.generate_during_eval)
+print(SFTScriptArguments().max_seq_length)
+"""
+    )
+    assert (code, out) == (0, '0.2 512 128 False False\n512\n'), err
+
+
+def test_data_sets_of_a_mixture(program, tmp_path):
+    for name in ('a', 'b'):
+        (tmp_path / f'{name}.jsonl').write_text(f'{{"text": "{name}", "other": 1}}\n')
+    code, out, err = program(
+        """
+from trl import DatasetMixtureConfig, get_dataset
+parts = [{'path': 'json', 'data_files': f'{name}.jsonl', 'columns': ['text']} for name in 'ab']
+print(get_dataset(DatasetMixtureConfig(parts))['train'].to_list())
+try:
+    get_dataset(DatasetMixtureConfig())
+except ValueError as error:
+    print(error)
+"""
+    )
+    assert code == 0, err
+    assert out.splitlines()[-2:] == [
+        "[{'text': 'a'}, {'text': 'b'}]",
+        'get_dataset: the mixture has no data sets; give datasets in the config file',
+    ]

@@ -346,3 +346,17 @@ def test_the_real_tables_under_torchrun(tmp_path):
     assert done.stdout.count('[2, 3, 4] 3 0.5 7') == 2, done.stderr
     assert done.stderr.count('chatgpt_compat: ') == 1
     assert 'exitcode  : 3' in done.stderr  # that of the script, which has three words in sys.argv
+
+
+def test_modules_of_a_system_are_importable_below_ours():
+    """Without the runner: after a change of the import line alone."""
+    from chatgpt_compat.coati.trainer.strategies import GeminiStrategy
+    from chatgpt_compat.trl.trainer.ppo_trainer import PolicyAndValueWrapper
+    from chatgpt_compat.trlx.data.configs import TRLConfig
+    from chatgpt_compat.trlx.data.default_configs import default_ppo_config
+    from chatgpt_compat.trlx.pipeline.offline_pipeline import PromptPipeline
+
+    for thing in (GeminiStrategy, PolicyAndValueWrapper, TRLConfig, default_ppo_config, PromptPipeline):
+        assert thing.__module__.startswith('chatgpt_compat.'), thing
+    with pytest.raises(ImportError, match='chatgpt.types.Experience'):
+        from chatgpt_compat.trlx.data.ppo_types import PPORLElement  # noqa: F401

@@ -169,8 +169,10 @@ def test_what_changes_nothing_is_silent(base: str) -> None:
 def test_mistakes(base: str) -> None:
     with pytest.raises(ValueError, match='output_loading_info'):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, output_loading_info=True)
-    with pytest.raises(ValueError, match='reward_adapter'):
-        AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter='some')
+    with pytest.raises(ValueError, match='reward_adapter: never_there has no adapter_model.safetensors'):
+        AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter='never_there')
+    with pytest.raises(ValueError, match='compute_reward_score needs reward_adapter='):
+        AutoModelForCausalLMWithValueHead.from_pretrained(base).compute_reward_score(torch.ones(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match='a list given'):
         AutoModelForCausalLMWithValueHead.from_pretrained([])
     with pytest.raises(ValueError, match='is no encoder-decoder: use AutoModelForCausalLMWithValueHead'):
@@ -268,3 +270,25 @@ def test_reference_as_a_copy_and_by_pattern() -> None:
         create_reference_model(model, num_shared_layers=1, pattern='layers.{layer}')
     plain = create_reference_model(tiny_causal_lm('gpt2'))  # without a head, as DPO scripts do
     assert not any(p.requires_grad for p in plain.parameters())
+
+
+def test_scores_of_a_reward_adapter(base: str, tmp_path: Path) -> None:
+    """Those of PEFT's own model; nothing of it is trained or saved."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    adapter = get_peft_model(classifier, LoraConfig(r=2, task_type='SEQ_CLS', init_lora_weights=False))
+    adapter.save_pretrained(tmp_path / 'rm')
+    plain = AutoModelForCausalLMWithValueHead.from_pretrained(base)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter=str(tmp_path / 'rm'))
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
+    scores = model.compute_reward_score(input_ids=ids, attention_mask=torch.ones_like(ids))
+    adapter.eval()
+    with torch.no_grad():
+        hidden = adapter.base_model.model.transformer(ids).last_hidden_state
+        expected = adapter.base_model.model.score(hidden)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert len(list(model.parameters())) == len(list(plain.parameters()))

@@ -205,10 +205,30 @@ def test_shapes_of_generate() -> None:
     several = trainer.generate(QUERIES, max_new_tokens=4, **SAMPLED)
     assert [len(r) for r in several] == [len(q) + 4 for q in QUERIES]
     assert all(torch.equal(r[: len(q)], q) for r, q in zip(several, QUERIES, strict=True))
-    with pytest.raises(ValueError, match='generate_ref_response is not served; ref_model.generate'):
-        trainer.generate(QUERIES, generate_ref_response=True, **SAMPLED)
     with pytest.raises(ValueError, match=r'\(1, 3\)'):
         trainer.generate(QUERIES[0][None])
+
+
+def test_responses_of_the_reference() -> None:
+    """Each as the reference alone writes it, without padding."""
+    greedy = {'max_new_tokens': 5, 'do_sample': False, 'pad_token_id': 0, 'eos_token_id': -1}
+    trainer = make()
+    with torch.no_grad():
+        for parameter in trainer.ref_model.pretrained_model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+    own, reference = trainer.generate(QUERIES, return_prompt=False, generate_ref_response=True, batch_size=3, **greedy)
+    for query, response, other in zip(QUERIES, own, reference, strict=True):
+        assert torch.equal(response, trainer.generate(query, return_prompt=False, **greedy)[0])
+        whole = trainer.ref_model.generate(query[None], attention_mask=torch.ones_like(query)[None], **greedy)
+        assert torch.equal(other, whole[0, len(query) :])
+    assert any(not torch.equal(a, b) for a, b in zip(own, reference, strict=True))
+    _, with_prompt = trainer.generate(QUERIES[0], generate_ref_response=True, **greedy)
+    assert torch.equal(with_prompt[0], torch.cat([QUERIES[0], reference[0]]))
+    ended = trainer.generate(
+        QUERIES[0], return_prompt=False, generate_ref_response=True, **greedy | {'eos_token_id': int(reference[0][1])}
+    )[1][0]
+    first = reference[0].tolist().index(int(reference[0][1]))
+    assert torch.equal(ended, reference[0][: first + 1])
 
 
 def test_a_mask_leaves_padding_out_of_a_query() -> None:

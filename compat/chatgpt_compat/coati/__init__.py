@@ -7,7 +7,7 @@ Unchanged names are those of `chatgpt_compat.colossalai`. This package has the c
 from __future__ import annotations
 
 from chatgpt_compat import colossalai
-from chatgpt_compat.tables import at, lookup
+from chatgpt_compat.tables import as_modules, at, lookup
 
 _HERE = 'chatgpt_compat.coati'
 
@@ -43,6 +43,7 @@ SERVED: dict[str, str] = {
     },
     **at('models.chatglm models.chatglm.chatglm_actor', f'{_HERE}.models', 'ChatGLMActor'),
     **at('models.chatglm.chatglm_tokenizer', f'{_HERE}.models', 'ChatGLMTokenizer'),
+    **at('models.roberta', f'{_HERE}.models', 'RoBERTaActor RoBERTaCritic RoBERTaRM'),
     **at('quant', f'{_HERE}.models', 'llama_load_quant low_resource_init'),
     **at('kernels', f'{_HERE}.models', 'convert_to_xformer_model'),
 }
@@ -63,3 +64,4 @@ INSTEAD: dict[str, str] = {
 """a name or module that is not served → what to write instead"""
 
 __getattr__ = lookup('coati', SERVED, INSTEAD)
+as_modules('coati', SERVED, INSTEAD)

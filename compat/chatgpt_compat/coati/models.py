@@ -76,3 +76,7 @@ ChatGLMTokenizer = _refused('ChatGLMTokenizer', _GLM)
 llama_load_quant = _refused('llama_load_quant', 'load the model whole, or quantized by transformers')
 low_resource_init = _refused('low_resource_init', 'load the model whole, or quantized by transformers')
 convert_to_xformer_model = _refused('convert_to_xformer_model', 'attention is chosen by transformers already')
+_BERT = 'it is no causal LM; use one of transformers, or DebertaRM for a reward model'
+RoBERTaActor = _refused('RoBERTaActor', _BERT)
+RoBERTaCritic = _refused('RoBERTaCritic', _BERT)
+RoBERTaRM = _refused('RoBERTaRM', _BERT)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from chatgpt_compat.tables import at, lookup
+from chatgpt_compat.tables import as_modules, at, lookup
 
 _HERE = 'chatgpt_compat.trl'
 _MODELS = (
@@ -66,11 +66,17 @@ SERVED: dict[str, str] = {
     **at('. trainer trainer.sft_config', f'{_HERE}.sft', 'SFTConfig'),
     **at('. trainer trainer.sft_trainer', f'{_HERE}.sft', 'SFTTrainer'),
     **at('. trainer trainer.model_config', f'{_HERE}.scripts', 'ModelConfig'),
-    **at('. utils scripts scripts.utils', f'{_HERE}.scripts', 'ScriptArguments'),
+    **at('. utils scripts scripts.utils', f'{_HERE}.scripts', 'ScriptArguments DatasetMixtureConfig get_dataset'),
     **{
-        f'{place}{method}ScriptArguments': f'{_HERE}.scripts:ScriptArguments'
+        f'{place}{name}': f'{_HERE}.scripts:{target}'
         for place in ('', 'commands.cli_utils.')
-        for method in ('DPO', 'Dpo', 'SFT', 'RewardModeling')
+        for name, target in {
+            'DPOScriptArguments': 'DPOScriptArguments',
+            'DpoScriptArguments': 'DPOScriptArguments',
+            'SFTScriptArguments': 'SFTScriptArguments',
+            'SftScriptArguments': 'SFTScriptArguments',
+            'RewardScriptArguments': 'ScriptArguments',
+        }.items()
     },
     **at('. scripts scripts.utils commands.cli_utils', f'{_HERE}.scripts', 'TrlParser'),
     **at('. scripts commands.cli_utils', f'{_HERE}.scripts', 'init_zero_verbose'),
@@ -112,8 +118,6 @@ INSTEAD: dict[str, str] = {
     'WinRateCallback': 'chatgpt.trainer.callbacks.Evaluator with a function that compares',
     'BEMACallback': 'chatgpt.trainer.callbacks.EMA',
     'clone_chat_template': "set the tokenizer's chat_template and resize the model's embeddings",
-    'get_dataset': 'datasets.load_dataset',
-    'DatasetMixtureConfig': 'datasets.concatenate_datasets',
     'pack_dataset': 'SFTConfig(packing=True)',
     **dict.fromkeys(('BestOfNSampler', 'extras.BestOfNSampler'), 'chatgpt.rollout.BestOfN'),
     'extras': 'nothing of trl.extras is served; chatgpt.rollout.BestOfN is its BestOfNSampler',
@@ -124,6 +128,7 @@ INSTEAD: dict[str, str] = {
 """name below `trl` that is not served: what to write instead"""
 
 __getattr__ = lookup('trl', SERVED, INSTEAD)
+as_modules('trl', SERVED, INSTEAD)
 
 
 def __dir__() -> list[str]:

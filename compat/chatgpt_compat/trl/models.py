@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,8 +47,10 @@ _WHOLE = (
     'weights are read and trained in 32 bits, without quantization; peft_config keeps the optimizer small, and '
     'torch_dtype=torch.bfloat16 computes in 16 bits'
 )
-_WITHOUT_EFFECT = dict.fromkeys(('device_map', 'max_memory', 'offload_folder'), _PLACED) | dict.fromkeys(
-    ('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE
+_WITHOUT_EFFECT = (
+    dict.fromkeys(('device_map', 'max_memory', 'offload_folder'), _PLACED)
+    | dict.fromkeys(('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE)
+    | {'config': 'the config beside the weights is used'}
 )
 _REACHED_THROUGH = {
     *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),
@@ -107,6 +110,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         v_head_init_strategy: None initialises as `nn.Linear`; 'normal' by N(0, v_head_initializer_range), bias 0.
     """
 
+    _scorer: SequenceOf[Any] = ()
+    """the reward model, in a list, so that it is not registered as a submodule"""
     supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
     reads_apart: ClassVar[bool] = False
     """True for an encoder-decoder"""
@@ -152,14 +157,10 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
         The value head is read from the checkpoint, else initialised. An adapter's folder gives its base model with the
         adapter, which stays trainable. Weights are kept in 32 bits; a `torch_dtype` of 16 bits is the precision of the
-        trainer. `kwargs` are those of the constructor and of loading; `device_map` and quantization give a warning.
-        Raises ValueError for arguments that are unknown or not supported.
+        trainer. `reward_adapter` is a folder or hub name of a classifier's adapter on the same base, loaded as a second
+        model for `compute_reward_score`. `kwargs` are those of the constructor and of loading; `device_map` and
+        quantization give a warning. Raises ValueError for arguments that are unknown or not supported.
         """
-        if reward_adapter is not None:
-            raise ValueError(
-                'reward_adapter: a model has one adapter here; give the reward model to the script as a model of its '
-                'own (chatgpt.nn.RewardModel)'
-            )
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         options = _loading_options(kwargs)
         model, head = _load(pretrained_model_name_or_path, options)
@@ -173,7 +174,19 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
             wrapper._fill_head(head, pretrained_model_name_or_path)
         if (asked := torch_dtype if dtype is None else dtype) not in (None, 'auto'):
             wrapper.precision = _precision(asked)
+        if reward_adapter is not None:
+            wrapper._scorer = [_reward_model(reward_adapter, pretrained_model_name_or_path, options)]
         return wrapper
+
+    @torch.no_grad()
+    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
+        """Returns scores of `reward_adapter` at every position, (B, S, labels) fp32. Raises ValueError without it."""
+        if not self._scorer:
+            raise ValueError('compute_reward_score needs reward_adapter= of from_pretrained')
+        (scorer,) = self._scorer
+        trunk = getattr(scorer, scorer.base_model_prefix)
+        hidden = trunk(input_ids=input_ids, attention_mask=attention_mask, return_dict=True).last_hidden_state
+        return scorer.score(hidden).float()
 
     def _fill_head(self, head: Mapping[str, Tensor], where: Any) -> None:
         own = self.v_head.summary.state_dict()
@@ -281,6 +294,27 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
                 f'from_pretrained: {name}={options[name]!r} is not served here; known are {", ".join(LOAD_OPTIONS)}'
             )
     return options
+
+
+def _reward_model(adapter: Any, base: Any, options: Mapping[str, Any]) -> Any:
+    """Returns the frozen sequence classifier of a PEFT adapter; its head gives the number of labels. Raises ValueError
+    for an adapter without a head, or a model that was not loaded from a name."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    if isinstance(base, nn.Module):
+        raise ValueError('reward_adapter: give the model as a name or folder, from which its base is loaded again')
+    path = _file_of(str(adapter), 'adapter_model.safetensors', {})
+    if path is None:
+        raise ValueError(f'reward_adapter: {adapter} has no adapter_model.safetensors')
+    with safe_open(path, 'pt') as file:
+        heads = [name for name in file.keys() if name.endswith('score.weight')]
+        if not heads:
+            raise ValueError(f'reward_adapter: {adapter} has no score.weight; it must be one of a sequence classifier')
+        labels = file.get_slice(heads[0]).get_shape()[0]
+    known = {k: v for k, v in options.items() if k != 'trust_remote_code'}
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels, **known)
+    return PeftModel.from_pretrained(model, adapter).merge_and_unload().float().eval().requires_grad_(False)
 
 
 def _precision(dtype: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
@@ -266,6 +266,7 @@ class ClassicPPOTrainer:
         length_sampler: Callable[[], int] | None = None,
         batch_size: int = 4,
         return_prompt: bool = True,
+        generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
         """Generates responses, int64 on the device: (1, L) for one query (P,), a list of (L,) for a list of queries.
@@ -276,6 +277,7 @@ class ClassicPPOTrainer:
         Args:
             length_sampler: returns the number of new tokens; called once per `batch_size` queries, as in TRL.
             return_prompt: the response follows the prompt's tokens; for an encoder-decoder always the start token.
+            generate_ref_response: return (responses, responses of the reference), the latter by transformers.
             **generation_kwargs: those of `model.generate`. `attention_mask` is that of a query, (P,) or (1, P), or a
                 list of them; padding is dropped from the query, but not from the prompt that is returned.
         """
@@ -286,7 +288,7 @@ class ClassicPPOTrainer:
         queries = _unpadded(given, generation_kwargs.pop('attention_mask', None), single)
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
-        sampler = None
+        sampler, drawn = None, list[int]()
         if length_sampler is not None:
             drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
             sampler = partial(next, iter([drawn[i // batch_size] for i in range(len(queries))]))
@@ -297,19 +299,55 @@ class ClassicPPOTrainer:
             found = [torch.cat([start, r]) for r in found]
         elif return_prompt:
             found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
-        return found[0][None] if single else found
+        theirs = found[0][None] if single else found
+        if not generate_ref_response:
+            return theirs
+        asked = [
+            generation_kwargs | ({'max_new_tokens': drawn[start // batch_size]} if drawn else {})
+            for start in range(0, len(queries), batch_size)
+        ]
+        starts = range(0, len(queries), batch_size)
+        parts = [self._of_reference(queries[i : i + batch_size], more) for i, more in zip(starts, asked, strict=True)]
+        reference = [response for part in parts for response in part]
+        if return_prompt and not self.is_encoder_decoder:
+            reference = [torch.cat([q.to(r), r]) for q, r in zip(given, reference, strict=True)]
+        return theirs, reference[0][None] if single else reference
+
+    @torch.no_grad()
+    def _of_reference(self, queries: list[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
+        """Returns responses of the reference to a batch, each up to and including its end token."""
+        if self.ref_model is None:
+            raise ValueError(
+                'generate_ref_response needs a ref_model: the reference of a model with adapters is not one'
+            )
+        model: Any = getattr(self.ref_model, 'pretrained_model', self.ref_model)
+        longest, device = max(map(len, queries)), self.current_device
+        ids = torch.full((len(queries), longest), settings.get('pad_token_id') or 0, device=device)
+        mask = torch.zeros_like(ids)
+        for row, query in enumerate(queries):
+            at = slice(0, len(query)) if self.is_encoder_decoder else slice(longest - len(query), None)
+            ids[row, at], mask[row, at] = query.to(device), 1
+        was_training = model.training
+        out = model.eval().generate(ids, attention_mask=mask, **settings)
+        model.train(was_training)
+        end = settings.get('eos_token_id', model.generation_config.eos_token_id)
+        ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=device)
+        found = []
+        for row in out if self.is_encoder_decoder else out[:, longest:]:
+            where = torch.isin(row, ends).nonzero().reshape(-1)
+            where = where[where > 0] if self.is_encoder_decoder else where  # the start token may be an end token
+            found.append(row[: int(where[0]) + 1] if len(where) else row)
+        return found
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Converts transformers' generation keywords to ours."""
         given = dict(given)
-        if given.pop('generate_ref_response', False):
-            raise ValueError(
-                'generate: generate_ref_response is not served; ref_model.generate(query[None], ...) gives what the '
-                'reference writes'
-            )
         for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
             if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
+        for name in ('output_scores', 'return_dict_in_generate', 'output_logits'):
+            if given.pop(name, None):
+                warnings.warn(f'generate: {name} has no effect here: responses are tensors of ids', stacklevel=3)
         own = self.model.pretrained_model.generation_config
         if (config := given.pop('generation_config', None)) is not None:
             given = {k: v for k, v in config.to_diff_dict().items() if v is not None} | given

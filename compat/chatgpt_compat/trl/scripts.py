@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import HfArgumentParser, TrainerCallback
@@ -61,6 +61,55 @@ class ScriptArguments:
     gradient_checkpointing_use_reentrant: bool = False
     ignore_bias_buffers: bool = False
     sanity_check: bool = False
+
+
+@dataclass
+class DPOScriptArguments(ScriptArguments):
+    """`ScriptArguments` with further arguments of DPO's scripts up to 0.8."""
+
+    beta: float = 0.1
+    max_length: int = 512
+    max_prompt_length: int = 128
+    max_target_length: int = 128
+    generate_during_eval: bool = False
+
+
+@dataclass
+class SFTScriptArguments(ScriptArguments):
+    """`ScriptArguments` with further arguments of SFT's scripts up to 0.8."""
+
+    dataset_text_field: str | None = None
+    max_seq_length: int = 512
+    packing: bool = False
+    config: str | None = None
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """Data sets to join, each a dict of arguments of `datasets.load_dataset` and `columns` to keep."""
+
+    datasets: list[Any] = field(default_factory=list)
+    streaming: bool = False
+    test_split_size: float | None = None
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
+    """Returns the rows of a mixture's data sets as a DatasetDict with the split train, and test if its size is given.
+    Raises ValueError without data sets."""
+    from datasets import DatasetDict, concatenate_datasets, load_dataset
+
+    parts = []
+    for item in mixture_config.datasets:
+        given = dict(item if isinstance(item, Mapping) else vars(item))
+        columns = given.pop('columns', None)
+        found = load_dataset(**{'split': 'train'} | given, streaming=mixture_config.streaming)
+        parts.append(found if columns is None else found.select_columns(columns))
+    if not parts:
+        raise ValueError('get_dataset: the mixture has no data sets; give datasets in the config file')
+    rows = concatenate_datasets(parts)
+    if mixture_config.test_split_size is None:
+        return DatasetDict({'train': rows})
+    return rows.train_test_split(test_size=mixture_config.test_split_size)
 
 
 class TrlParser(HfArgumentParser):

@@ -6,7 +6,7 @@ docs/coming_from/trlx/names.md lists both.
 
 from __future__ import annotations
 
-from chatgpt_compat.tables import at, lookup
+from chatgpt_compat.tables import as_modules, at, lookup
 
 _HERE = 'chatgpt_compat.trlx'
 _LOGGING = 'get_logger set_verbosity get_verbosity enable_progress_bar disable_progress_bar'
@@ -53,10 +53,9 @@ INSTEAD: dict[str, str] = {
     ),
     'reference': 'make fixed-runs (CONTRIBUTING.md): metrics and weights of two commits, compared to the bit',
     'models.modeling_ppo.AutoModelForCausalLMWithHydraValueHead': _SAVED,
-    'models.modeling_ppo.AutoModelForCausalLMWithValueHead': 'chatgpt_compat.trl.AutoModelForCausalLMWithValueHead, or '
-    'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
-    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt_compat.trl.AutoModelForSeq2SeqLMWithValue'
-    'Head, or chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
+    'models.modeling_ppo.AutoModelForCausalLMWithValueHead': 'chatgpt.nn.AutoActor(pretrained=..., value_head=True)',
+    'models.modeling_ppo.AutoModelForSeq2SeqLMWithHydraValueHead': 'chatgpt.nn.AutoActor(pretrained=..., '
+    'value_head=True)',
     'models.modeling_ppo.AdaptiveKLController': 'chatgpt.functional.ppo.AdaptiveKLController',
     'models.modeling_ppo.FixedKLController': 'chatgpt.functional.ppo.FixedKLController',
     **{
@@ -89,3 +88,4 @@ INSTEAD: dict[str, str] = {
 """name under `trlx` that is not served → what to write instead"""
 
 __getattr__ = lookup('trlx', SERVED, INSTEAD)
+as_modules('trlx', SERVED, INSTEAD)
