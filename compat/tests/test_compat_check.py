@@ -1,4 +1,4 @@
-"""`python -m chatgpt_compat check`: every name of another system in a script, without running it."""
+"""Tests of `python -m chatgpt_compat check`, which lists the names of other systems in a script without running it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sampler:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes a script; a system `invented` has two names that are served."""
+    """Returns a function that writes a script; a system `invented` has two served names."""
     tmp_path.joinpath('invented_tables.py').write_text(TABLES)
     tmp_path.joinpath('our_checked_things.py').write_text(OURS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -160,7 +160,7 @@ def test_the_command(tmp_path):
 
 
 def test_every_table_names_what_is_there():
-    """Of all systems whose tables are here."""
+    """Every target in the tables of all systems exists."""
     for system in SYSTEMS.values():
         try:
             served, instead = system.served, system.module.INSTEAD
@@ -199,7 +199,7 @@ def checked(capsys: pytest.CaptureFixture[str], *paths: str) -> tuple[int, str]:
     ],
 )
 def test_what_would_fail_is_not_served(script, tmp_path, monkeypatch, capsys, text, said):
-    """Each of these was called green once."""
+    """Programs with an error that a checker of names alone does not find."""
     (tmp_path / 'helper_beside.py').write_text('import never_installed_here\nname = 1\n')
     code, out = checked(capsys, script(text))
     assert code == 1 and said in out, out

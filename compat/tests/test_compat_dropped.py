@@ -1,4 +1,4 @@
-"""Names and arguments that transformers 5, peft and torch dropped: available while a program runs, and only then."""
+"""Names and arguments that transformers 5, peft and torch dropped are available only while a program runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatgpt_compat.runner import run
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny causal LM with its tokenizer."""
+    """The folder of a tiny causal LM with its tokenizer."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp('model')
     GPT2LMHeadModel(tiny_config('gpt2')).save_pretrained(out)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the text of a program; exit code, stdout and stderr."""
+    """Returns a function that runs a program's text and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def runs(text: str) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""`python -m chatgpt_compat run`: what a script of another system sees, on a system made up for it."""
+"""Tests of `python -m chatgpt_compat run` with scripts of an invented system."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Config: who = 'ours'
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of scripts, with a system `madeup` of which three names are served."""
+    """A folder for scripts, with a system `madeup` of which three names are served."""
     tmp_path.joinpath('lib').mkdir()
     tmp_path.joinpath('scripts').mkdir()
     tmp_path.joinpath('lib', 'madeup_tables.py').write_text(TABLES)
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(folder: Path, files: dict[str, str]) -> None:
-    """An installed package `madeup`."""
+    """Installs a package `madeup`."""
     for name, text in files.items():
         path = folder.parent / 'lib' / 'madeup' / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ for thing in (trl.PPOTrainer, PPOTrainer, trlx.train, trlx.data.configs.TRLConfi
 def test_names_of_trl_and_trlx_are_ours(folder, capsys):
     assert script(folder, REAL) == 0, capsys.readouterr().err
     out, err = capsys.readouterr()
-    assert out == '[2, 3, 4] 3 0.5 7\n'  # the upper end of a length is left out, as theirs
+    assert out == '[2, 3, 4] 3 0.5 7\n'  # the upper end of a length is excluded, as in TRL
     assert 'trl.core.LengthSampler' in err and 'trlx.train' in err
     for line, sentence in (
         ('from trl import GRPOTrainer', "instead: chatgpt.trainer.PPOTrainer with advantage_estimator='grpo'"),
@@ -345,11 +345,11 @@ def test_the_real_tables_under_torchrun(tmp_path):
     )
     assert done.stdout.count('[2, 3, 4] 3 0.5 7') == 2, done.stderr
     assert done.stderr.count('chatgpt_compat: ') == 1
-    assert 'exitcode  : 3' in done.stderr  # that of the script, which has three words in sys.argv
+    assert 'exitcode  : 3' in done.stderr  # the script's, which has three entries in sys.argv
 
 
 def test_modules_of_a_system_are_importable_below_ours():
-    """Without the runner: after a change of the import line alone."""
+    """They are importable without the runner, after a change of the import line."""
     from chatgpt_compat.coati.trainer.strategies import GeminiStrategy
     from chatgpt_compat.trl.trainer.ppo_trainer import PolicyAndValueWrapper
     from chatgpt_compat.trlx.data.configs import TRLConfig

@@ -1,4 +1,4 @@
-"""The pages of docs/coming_from about TRL name every argument and have the numbers that were measured."""
+"""The pages of docs/coming_from about TRL list every argument and have the measured numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TextEnvironment`: what a tool answers, and what of an episode counts."""
+"""Tests of `TextEnvironment`: outputs of tools, and the mask of an episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatgpt_compat.trl.environment import TextEnvironment, TextHistory
 
 
 class Characters:
-    """A tokenizer: one id for each character."""
+    """A tokenizer with one id per character."""
 
     pad_token_id, eos_token = 0, chr(1)
 
@@ -28,7 +28,7 @@ class Characters:
 
 
 class Writes:
-    """A model that writes the given texts in turn, one for each row of a batch."""
+    """A model that generates the given texts in turn, one for each row of a batch."""
 
     device = 'cpu'
 

@@ -1,4 +1,4 @@
-"""Arguments of TRL 0.12 to 1.12: each is honoured, or named in an error or a warning."""
+"""Arguments of TRL 0.12 to 1.12: each has its effect, or is named in an error or a warning."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TABLES = {
     'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.UNSUPPORTED),
 }
 ODD = 'something else'
-"""a value that is no argument's default"""
+"""a value that is not the default of any argument"""
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small policy with its tokenizer."""
+    """The folder of a small policy with its tokenizer."""
     path = tmp_path_factory.mktemp('model')
     torch.manual_seed(0)
     GPTActor(config=demo_world.demo_config()).save_pretrained(path, tokenizer=demo_world.demo_tokenizer())
@@ -65,7 +65,7 @@ def test_an_argument_given_at_its_default_is_given():
     (parsed,) = HfArgumentParser(pairs.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        check_given(parsed, pairs.DPOTrainer.UNSUPPORTED)  # of a command line every field is passed
+        check_given(parsed, pairs.DPOTrainer.UNSUPPORTED)  # a command-line parser passes every field
         check_given(
             pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0),
             pairs.DPOTrainer.UNSUPPORTED,
@@ -331,7 +331,7 @@ ONE_STEP = {'max_steps': 1, 'save_strategy': 'no'}
 
 @pytest.mark.parametrize('trainer', ['DPOTrainer', 'SFTTrainer', 'RewardTrainer'])
 def test_options_of_loading_from_a_command_line(trainer, folder, tmp_path):
-    """They are a text there, in JSON."""
+    """There they are a text in JSON."""
     module = sft if trainer == 'SFTTrainer' else pairs
     config_class = getattr(module, trainer.replace('Trainer', 'Config'))
 
@@ -494,7 +494,7 @@ def test_rank_stabilised_lora_scales_by_the_root():
 
 
 class Plain:
-    """A tokenizer whose template writes `role: content` and a line break."""
+    """A tokenizer with a template that renders `role: content` and a line break."""
 
     chat_template = 'there is one'
 

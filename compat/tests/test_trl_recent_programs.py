@@ -1,4 +1,4 @@
-"""Scripts written for TRL 0.12 to 1.12 run with `trl` served by this library, and do what they say."""
+"""Scripts for TRL 0.12 to 1.12, run unchanged with `trl` served by this library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PPO_KEYS = {
     'epoch',
     'step',
 }
-"""what TRL 1.12 logs for each update"""
+"""keys that TRL 1.12 logs for each update"""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope='module')
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's policy, untrained, the same weights in every run."""
+    """The folder of the demo's untrained policy, with the same weights in every run."""
     folder = tmp_path_factory.mktemp('model')
     torch.manual_seed(0)
     GPTActor(config=demo_world.demo_config()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
@@ -63,7 +63,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reward_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A sequence classifier with one label over the policy's trunk."""
+    """The folder of a sequence classifier with one label on the policy's trunk."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     model.config.pad_token_id = AutoTokenizer.from_pretrained(model_folder).pad_token_id
@@ -72,7 +72,7 @@ def reward_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def rows_in(folder: Path, **splits: list[dict[str, Any]]) -> Path:
-    """A folder that `load_dataset` reads."""
+    """Writes a folder for `load_dataset`."""
     folder.mkdir()
     for split, rows in splits.items():
         Path(folder, f'{split}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
@@ -80,7 +80,7 @@ def rows_in(folder: Path, **splits: list[dict[str, Any]]) -> Path:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: Any) -> dict[str, Any]:
-    """Run a program; its variables."""
+    """Runs a program and returns its globals."""
     torch.manual_seed(0)
     monkeypatch.setattr(sys, 'argv', [name, *map(str, arguments)])
     with serving():

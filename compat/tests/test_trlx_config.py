@@ -1,4 +1,4 @@
-"""trlX's config objects: both eras, what a typo is, and what every field comes to."""
+"""trlX's config objects: files of both eras, errors for typos, and the conversion of every field."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_defaults_are_trlx_s():
         default_nemo_2b_config()
 
 
-# ---------------------------------------------------------------------- what fields come to
+# ---------------------------------------------------------------------- conversion of fields
 
 
 def test_every_name_field_and_statistic_is_on_a_page():
@@ -161,7 +161,7 @@ def test_train_says_what_it_needs(given, message):
 
 @pytest.mark.parametrize('name', ['cosine_annealing', 'rising cosine_annealing', 'linear'])
 def test_learning_rates_are_torch_s(name):
-    """Against torch's own schedulers, step by step. Scripts also let the rate rise: an `eta_min` above it."""
+    """Compares with torch's schedulers step by step, also for a rising rate (`eta_min` above it)."""
     end, name = (5e-3 if 'rising' in name else 2e-4), name.removeprefix('rising ')
     kwargs = (
         {'T_max': 8, 'eta_min': end}
@@ -171,7 +171,7 @@ def test_learning_rates_are_torch_s(name):
     chosen = default_sft_config()
     chosen.optimizer.kwargs['lr'] = 1e-3
     chosen.scheduler = config.SchedulerConfig(name, kwargs)
-    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}  # which never ends
+    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}  # a cosine longer than any run
     ours = settings.schedule_of(chosen)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
@@ -229,7 +229,7 @@ def sample(text, *, reason='length', columns=None, prompt='p '):
 
 
 class Alone:
-    """One process, as a scorer sees it."""
+    """A strategy of one process, with the methods that a scorer calls."""
 
     def all_gather_object(self, value):
         return [value]
@@ -239,7 +239,7 @@ class Alone:
 
 
 def called(function):
-    """`function` as a reward of prompt 'a' and output 'b'."""
+    """Calls `function` as a reward of prompt 'a' and output 'b' and returns its result."""
     seen = []
 
     @functools.wraps(function)
@@ -277,7 +277,7 @@ def test_outputs_end_with_the_end_token_where_they_ended():
     score = RewardFunction(lambda outputs, **_: seen.append(outputs) or [0.0], char_tokenizer())
     score.score([sample('ab ', reason='stop')], Alone())
     score.score([sample('ab ')], Alone())
-    assert seen == [['ab<eos>'], ['ab ']]  # a response cut by a stop sequence loses the blanks before it
+    assert seen == [['ab<eos>'], ['ab ']]  # blanks before a stop sequence are stripped
 
 
 def test_one_number_stands_for_every_sample():
@@ -309,7 +309,7 @@ def test_a_pipeline_of_padded_ids_loses_its_padding():
             return 3
 
     found = [prompt.ids.tolist() for prompt in prompts_of(Padded(), char_tokenizer())]
-    assert found == [[5, 6], [7], [1]]  # nothing but padding becomes the begin token
+    assert found == [[5, 6], [7], [1]]  # a row of padding becomes the begin token
 
 
 def test_statistics_from_hand():

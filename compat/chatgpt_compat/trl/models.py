@@ -225,8 +225,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     # ------------------------------------------------------------------ files
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Returns tensors under TRL's names: the model's without a prefix, `v_head.summary.*`; with adapters the head
-        alone."""
+        """Returns tensors by TRL's names: the model's without a prefix, `v_head.summary.*`; with adapters the head."""
         state = {} if self.is_peft_model else dict(self.pretrained_model.state_dict(*args, **kwargs))
         return state | {f'v_head.{name}': tensor for name, tensor in self.v_head.state_dict().items()}
 
@@ -239,9 +238,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return self.pretrained_model.load_state_dict(rest, strict=strict and bool(rest), assign=assign)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Writes a folder that TRL, this class, `Actor.from_pretrained` and, without the head, transformers load.
-
-        With adapters it has the adapter in PEFT's format, and the head in `pytorch_model.bin`, where TRL looks for it.
+        """Writes a folder that TRL, this class, `Actor.from_pretrained` and, without the head, transformers load. With
+        adapters it has the adapter in PEFT's format, and the head in `pytorch_model.bin`, where TRL looks for it.
         `kwargs`: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors."""
         folder = Path(save_directory)
         if kwargs.pop('safe_serialization', True) is False:

@@ -131,8 +131,7 @@ def sequences_of(
 
 
 def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> Iterable[str]:
-    """Returns the texts of a row. A function that does not map a row to a text is called with columns and returns a
-    list."""
+    """Returns the texts of a row; a function that does not map a row to a text is called with columns."""
     error: Exception | None = None
     try:
         given = formatting_func(row)

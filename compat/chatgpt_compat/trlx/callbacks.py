@@ -1,6 +1,5 @@
-"""Callbacks for evaluations and checkpoints by optimizer steps, the best model, rollout files and statistics of trlX.
-
-trlX acts between optimizer steps; here it happens after the learning phase in which the step is reached."""
+"""Evaluations and checkpoints by optimizer steps, the best model, rollout files and statistics of trlX. trlX acts
+between optimizer steps, these callbacks after the learning phase in which a step is reached."""
 
 from __future__ import annotations
 
