@@ -58,7 +58,7 @@ def not_public(source: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     'path', sorted((ROOT / 'compat' / 'chatgpt_compat').rglob('*.py')), ids=lambda p: f'{p.parent.name}-{p.stem}'
 )
-def test_it_imports_public_names_alone(path):
+def test_only_public_names_are_imported(path):
     assert list(not_public(path.read_text())) == []
 
 
@@ -73,7 +73,7 @@ def test_it_imports_public_names_alone(path):
         ('from chatgpt.functional.ppo import kl_penalty\nfrom chatgpt.trainer.algorithms import Estimator', 0),
     ],
 )
-def test_what_is_public(source, count):
+def test_public_names(source, count):
     assert len(list(not_public(source))) == count
 
 

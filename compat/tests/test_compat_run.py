@@ -100,7 +100,7 @@ if __name__ == '__main__':
     assert 'madeup' not in sys.modules
 
 
-def test_a_name_that_nobody_has_is_one_line(folder, capsys):
+def test_an_unknown_name_is_an_error_of_one_line(folder, capsys):
     for line, sentence in (
         ('from madeup import OtherTrainer', 'instead: chatgpt.trainer.PPOTrainer (docs/train.md)'),
         ('from madeup.core import OtherTrainer', 'instead: chatgpt.trainer.PPOTrainer (docs/train.md)'),
@@ -186,7 +186,7 @@ def later():
 }
 
 
-def test_the_rest_is_the_installed_packages(folder, capsys):
+def test_other_names_come_from_the_installed_package(folder, capsys):
     install(folder, INSTALLED)
     text = """
 import madeup
@@ -235,7 +235,7 @@ model.double()(torch.ones(1, 2, device='cuda', dtype=torch.float64)).sum().backw
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
-def test_what_is_asked_of_cuda_happens_on_the_cpu_and_only_there(folder, capsys):
+def test_cuda_calls_run_on_the_cpu(folder, capsys):
     assert script(folder, CUDA) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == 'rank_0.pt False 0\n'
     for wrong in (
@@ -269,7 +269,7 @@ print(torch.cuda.max_memory_cached())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
-def test_what_is_loaded_onto_a_gpu_is_loaded_onto_the_cpu(folder, tmp_path, capsys):
+def test_loads_onto_a_gpu_go_to_the_cpu(folder, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     GPTActor(config=demo_world.demo_config()).save_pretrained(tmp_path, tokenizer=demo_world.demo_tokenizer())
@@ -289,7 +289,7 @@ def command(*words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.system
 @pytest.mark.parametrize('program', ['chatgpt_compat', 'chatgpt compat'])
-def test_the_command_is_told_of_mistakes_and_interrupted_in_a_line(tmp_path, program):
+def test_mistakes_and_interrupts_give_one_line(tmp_path, program):
     waiting = tmp_path / 'waiting.py'
     waiting.write_text('import time, warnings\nwarnings.warn("slowly")\nprint("here", flush=True)\ntime.sleep(3600)\n')
     process = command(*program.split(), 'run', str(waiting))

@@ -66,7 +66,7 @@ def test_values_are_those_of_the_actor_that_is_trained(family: str) -> None:
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_written_is_trls_and_ours(base: str, tmp_path: Path) -> None:
+def test_saved_folders_are_read_by_trl_and_the_library(base: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLMWithValueHead.from_pretrained(base)
     model.load_state_dict(head(), strict=False)
     model.save_pretrained(tmp_path)
@@ -154,12 +154,12 @@ def test_head_options(base: str) -> None:
 
 
 @pytest.mark.parametrize('name', ['device_map', 'load_in_8bit', 'load_in_4bit', 'quantization_config', 'max_memory'])
-def test_what_has_no_effect_is_told(base: str, name: str) -> None:
+def test_arguments_without_effect_give_a_warning(base: str, name: str) -> None:
     with pytest.warns(UserWarning, match=name):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, **{name: 'auto'})
 
 
-def test_what_changes_nothing_is_silent(base: str) -> None:
+def test_harmless_arguments_give_no_warning(base: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
         options = {'device_map': None, 'load_in_8bit': False, 'low_cpu_mem_usage': True, 'torch_dtype': 'auto'}
@@ -184,7 +184,7 @@ def test_mistakes(base: str) -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, 'float16'])
-def test_16_bits_are_what_is_computed_in(base: str, dtype: Any) -> None:
+def test_16_bits_are_the_precision_of_the_trainer(base: str, dtype: Any) -> None:
     model = AutoModelForCausalLMWithValueHead.from_pretrained(base, torch_dtype=dtype)
     assert model.pretrained_model.dtype == torch.float32
     assert model.precision == ('bf16' if dtype == torch.bfloat16 else 'fp16')

@@ -26,7 +26,7 @@ def test_every_argument_is_on_the_page(config) -> None:
 
 
 @pytest.mark.parametrize('reasons', REASONS, ids=['classic', 'second', 'dpo', 'sft', 'reward'])
-def test_what_cannot_be_honoured_is_an_argument(reasons) -> None:
+def test_unsupported_names_are_arguments(reasons) -> None:
     known = {name for config in CONFIGS for name in config.__dataclass_fields__}
     assert reasons.keys() <= known
 

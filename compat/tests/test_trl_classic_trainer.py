@@ -140,7 +140,7 @@ def test_mistakes_in_the_config(setting: dict[str, Any], sentence: str) -> None:
         PPOConfig(**setting)
 
 
-def test_what_has_no_effect_is_named_and_a_plain_config_is_silent() -> None:
+def test_arguments_without_effect_give_warnings_and_a_plain_config_none() -> None:
     given = {'optimize_cuda_cache': True, 'accelerator_kwargs': {'cpu': True}, 'output_dir': 'x', 'bf16': True}
     with pytest.warns(UserWarning) as told:
         make(**given)
@@ -153,7 +153,7 @@ def test_what_has_no_effect_is_named_and_a_plain_config_is_silent() -> None:
 # ---------------------------------------------------------------- the dispatch
 
 
-def test_which_trainer_is_meant() -> None:
+def test_arguments_select_the_trainer() -> None:
     model, tokenizer, config = SimpleNamespace(parameters=list), SimpleNamespace(decode=str), object()
     assert not is_second((config, model, model, tokenizer), {})
     assert not is_second((config,), {'model': model, 'tokenizer': tokenizer})
@@ -167,7 +167,7 @@ def test_which_trainer_is_meant() -> None:
         is_second((config,), {})
 
 
-def test_a_trainer_of_ones_own() -> None:
+def test_a_subclass_of_the_trainer() -> None:
     class Mine(trl.PPOTrainer):
         def step(self, *args: Any) -> Any:
             return super().step(*args) | {'mine': 1.0}
@@ -231,7 +231,7 @@ def test_responses_of_the_reference() -> None:
     assert torch.equal(ended, reference[0][: first + 1])
 
 
-def test_a_mask_leaves_padding_out_of_a_query() -> None:
+def test_a_mask_drops_padding_of_a_query() -> None:
     trainer = make()
     query, greedy = QUERIES[2], {'max_new_tokens': 5, 'eos_token_id': -1}
     expected = trainer.generate(query, return_prompt=False, **greedy)
@@ -249,7 +249,7 @@ def test_a_mask_leaves_padding_out_of_a_query() -> None:
         trainer.generate(padded, attention_mask=torch.ones(4), **greedy)
 
 
-def test_what_is_left_open_is_transformers_default() -> None:
+def test_defaults_of_generate_are_those_of_transformers() -> None:
     """Greedy, 20 new tokens, as `model.generate`."""
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
     trainer = make(model)
@@ -258,7 +258,7 @@ def test_what_is_left_open_is_transformers_default() -> None:
         assert torch.equal(trainer.generate(query), expected)
 
 
-def test_lengths_are_asked_for_once_per_batch() -> None:
+def test_lengths_are_sampled_once_per_batch() -> None:
     trainer = make()
     drawn = iter([3, 6])
     responses = trainer.generate(
@@ -332,7 +332,7 @@ def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
         make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
 
 
-def test_what_the_script_sets_in_the_config_later() -> None:
+def test_later_changes_of_the_config() -> None:
     trainer = make(ppo_epochs=1, mini_batch_size=2)
     assert len(step(trainer)['ppo/policy/ratio']) == 4 * 5
     trainer.config.ppo_epochs, trainer.config.cliprange = 3, 0.05

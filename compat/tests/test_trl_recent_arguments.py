@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize('name', TABLES)
-def test_what_cannot_be_honoured_is_named(name):
+def test_unsupported_arguments_are_named(name):
     config_class, table = TABLES[name]
     fields = {f.name for f in dataclasses.fields(config_class)}
     kinds = set()
@@ -90,7 +90,7 @@ def test_a_command_line_is_read_into_each_config(name, tmp_path):
         ({'bf16': True, 'fp16': True}, 'bf16=True and fp16=True'),
     ],
 )
-def test_values_that_are_not_served(given, text):
+def test_unsupported_values(given, text):
     with pytest.raises(ValueError, match=text):
         arguments.check_choices(pairs.DPOConfig(**given))
 
@@ -182,7 +182,7 @@ def test_which_token_ends_a_response():
         ({'args': PPOConfig(output_dir='x', response_length=99)}, "passes the policy's context of 64"),
     ],
 )
-def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
+def test_unsupported_calls_of_ppo(folder, tmp_path, given, text):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -309,7 +309,7 @@ def test_which_tokens_count_in_sft(folder):
     assert counted({'text': 'one day a cat went', 'id': 3}) == [*cat[1:], *went, *end]
 
 
-def test_what_a_formatting_function_may_be(folder):
+def test_kinds_of_formatting_functions(folder):
     tokenizer, row = AutoTokenizer.from_pretrained(folder), {'a': 'a cat', 'b': 'went'}
 
     def text(formatting_func: Any) -> str:

@@ -68,7 +68,7 @@ def dpo(folder: Path, out: Path, callbacks: list[Any]) -> DPOTrainer:
 
 
 @pytest.mark.parametrize('make', [ppo, dpo])
-def test_a_run_goes_on_where_it_stopped(folder, tmp_path, make):
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, tmp_path, make):
     whole = make(folder, tmp_path / 'whole', [])
     whole.train()
     stopped = make(folder, tmp_path / 'stopped', [StopAfterTwo])

@@ -32,7 +32,7 @@ def test_within_1e_5_of_trlx(ours, name):
     assert is_padded(name) or 'gradients' in found
 
 
-def test_a_planted_fault_is_seen(ours):
+def test_a_planted_fault_is_found(ours):
     """Negative control: other rewards, and one gradient with a flipped sign."""
     found = deepcopy(ours['ppo'])
     found['lists']['rewards'][0][-1] += 1e-3
@@ -50,7 +50,7 @@ def test_the_reference_agrees_at_initialisation(ours):
     assert THEIRS['ppo']['reference_error_at_initialisation'] > 1.0
 
 
-def test_the_score_stands_on_the_last_token_and_not_behind_it(ours):
+def test_the_score_is_at_the_last_token(ours):
     """trlX puts it on padding if a response is shorter than the longest of its chunk."""
     name = 'ppo, unequal lengths, running'
     for text, mine, theirs in zip(

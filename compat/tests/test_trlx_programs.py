@@ -353,7 +353,7 @@ def test_two_processes(folder, tmp_path):
 
 
 @pytest.mark.parametrize('tracker', ['tensorboard', 'wandb'])
-def test_trackers_are_given_trlx_s_names(trlx, folder, tmp_path, monkeypatch, tracker):
+def test_trackers_log_trlx_s_names(trlx, folder, tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
@@ -391,7 +391,7 @@ def test_a_truncated_dialogue_begins_with_a_prompt():
         tokenize_dialogue(['abc', 'de'], tokenizer, max_length=3)
 
 
-def test_no_program_warns_of_what_is_followed(run, folder):
+def test_supported_settings_give_no_warning(run, folder):
     """A config with supported settings only gives no warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings('error', message='trlx:')

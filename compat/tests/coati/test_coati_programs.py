@@ -84,7 +84,7 @@ def test_sft_and_reward_model_with_loaders(program, gpt2, tmp_path):
         ('from coati.models.chatglm import ChatGLMActor\nChatGLMActor()', 'ChatGLMActor is not served'),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path, capsys, line, said):
+def test_unsupported_names_are_errors(tmp_path, capsys, line, said):
     (tmp_path / 'script.py').write_text(f'{line}\n')
     assert run(str(tmp_path / 'script.py'), []) == 1
     assert said in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_another_formula_would_be_noticed(script):
         assert script.error(ours[name]['value'], GOLDEN['theirs'][name]['value']) > 1e-3
 
 
-def test_where_theirs_is_wrong(script):
+def test_corrected_formulas(script):
     ours = script.numbers(importlib.import_module(script.OURS), INPUTS)
     x, total = {name: value.double() for name, value in INPUTS.items()}, 0.0
     for b, count in enumerate((5, 3, 1)):

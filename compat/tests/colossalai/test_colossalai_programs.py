@@ -213,14 +213,14 @@ def test_benchmark(program):
     assert sizes[1] == sizes[0] + 33 and sizes[2] == sizes[0]
 
 
-def test_a_callback_of_ones_own_and_settings_without_names(program, gpt2):
+def test_a_custom_callback_and_positional_settings(program, gpt2):
     settings, diary = program('own_callback', gpt2).splitlines()[-2:]
     assert settings == '0.05 4 0.1 0.3 4 2'
     phase = ['made 4', 'epoch 0', 'batch', 'epoch 1', 'batch']
     assert ast.literal_eval(diary) == ['fit', 'episode 0', *phase, 'episode 1', *phase, 'end']
 
 
-def test_a_loop_of_ones_own(program):
+def test_a_custom_loop(program):
     """The test computes all numbers by a loop over floats."""
     numbers, grads = program('own_loop').splitlines()[-2:]
     reward_0, reward_1, policy, value, mixed = ast.literal_eval(numbers)

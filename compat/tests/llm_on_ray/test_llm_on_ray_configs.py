@@ -210,7 +210,7 @@ def ppo_conf(training: str, **general: str) -> str:
     )
 
 
-def drawn(folder: str) -> list[str]:
+def sampled_prompts(folder: str) -> list[str]:
     return [json.loads(line)['prompt'] for line in Path(folder, 'samples.jsonl').read_text().splitlines()]
 
 
@@ -303,7 +303,7 @@ def test_more_cores_than_there_are(here):
         ('1e-3', '__import__("os").getpid()', 'a .conf file is one Python literal'),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(here, old, new, sentence):
+def test_unsupported_settings_are_errors(here, old, new, sentence):
     with pytest.raises(ValueError, match=sentence.replace('(', r'\(')):
         run('reward', conf(here / 'reward.conf', REWARD_CONF.replace(old, new)))
 
