@@ -82,9 +82,9 @@ def prepare_llama_tokenizer_and_embedding(tokenizer: Any, model: Any, special_to
     return tokenizer
 
 
-def _handed_over(*_: Any, **__: Any) -> Any:
+def _never_called(*_: Any, **__: Any) -> Any:
     """Stands for functions that scripts pass as arguments and that are never called."""
     raise NotImplementedError('the engine keeps the cache itself; leave this function out')
 
 
-update_model_kwargs_fn = prepare_inputs_fn = _handed_over
+update_model_kwargs_fn = prepare_inputs_fn = _never_called

@@ -52,11 +52,11 @@ _WITHOUT_EFFECT = (
     | dict.fromkeys(('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE)
     | {'config': 'the config beside the weights is used'}
 )
-_REACHED_THROUGH = {
+_FORWARDED = {
     *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),
     *('enable_input_require_grads', 'generation_config', 'name_or_path', 'device', 'dtype'),
 }
-_NO_MATTER = (
+_HARMLESS = (
     *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
     *('use_cache', 'return_dict'),
 )
@@ -97,7 +97,7 @@ class PreTrainedModelWrapper(nn.Module):
         return self.pretrained_model.config
 
     def __getattr__(self, name: str) -> Any:
-        if name in _REACHED_THROUGH:
+        if name in _FORWARDED:
             return getattr(self.pretrained_model, name)
         return super().__getattr__(name)
 
@@ -284,7 +284,7 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
         value = options.pop(name, None)
         if value not in (None, False):
             warnings.warn(f'from_pretrained: {name}={value!r} has no effect here: {instead}', stacklevel=3)
-    for name in _NO_MATTER:
+    for name in _HARMLESS:
         options.pop(name, None)
     for name in options:
         if name not in LOAD_OPTIONS:

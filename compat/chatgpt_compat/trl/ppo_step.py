@@ -39,7 +39,7 @@ from chatgpt_compat.trl.models import PreTrainedModelWrapper, create_reference_m
 from chatgpt_compat.trl.training import launched
 
 KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
-_FOLLOWED = {
+_UPDATED = {
     *('experience_batch_size', 'train_batch_size', 'max_epochs', 'max_tokens_per_batch', 'max_grad_norm', 'gamma'),
     *('lam', 'eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
 }
@@ -438,7 +438,7 @@ class ClassicPPOTrainer:
         for name, value in vars(wanted).items():
             if value == getattr(self.inner.config, name) or name in self._told:
                 continue
-            if name in _FOLLOWED:
+            if name in _UPDATED:
                 setattr(self.inner.config, name, value)
             else:
                 self._told.add(name)

@@ -36,7 +36,7 @@ MOVED = {
     'method.betas': 'method.gen_kwargs.beta',
 }
 """field of a flat file of 2022 → its later place"""
-GONE = (
+REMOVED = (
     *('model.device', 'train.orchestrator', 'train.log_interval', 'train.accelerate', 'train.accelerate_config_path'),
     *('train.grad_clip', 'train.input_size'),
 )
@@ -51,7 +51,7 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r'[-+]?\d+[eE][-+]?\d+', value) else value
 
 
-def of_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def convert_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the later sections of a flat file of 2022; other files are unchanged. Warns of fields without a place."""
     if 'optimizer' in config or not isinstance(config.get('train'), Mapping):
         return config
@@ -61,10 +61,10 @@ def of_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
         'optimizer': {'name': 'adamw', 'kwargs': {}},
         'scheduler': {'name': 'cosine_annealing', 'kwargs': {}},
     }
-    for place in [*MOVED, *GONE]:
+    for place in [*MOVED, *REMOVED]:
         section, name = place.split('.')
         if name in found.get(section, {}) and (value := found[section].pop(name)) is not None:
-            if place in GONE:
+            if place in REMOVED:
                 warnings.warn(f'trlx: {place}={value!r} has no place in a config of today', stacklevel=3)
                 continue
             target, *inner = MOVED[place].split('.')
@@ -302,7 +302,7 @@ class TRLConfig(Section):
         import yaml
 
         with open(yml_fp, encoding='utf-8') as file:
-            return cls.from_dict(of_2022(_numbers(yaml.safe_load(file))))
+            return cls.from_dict(convert_2022(_numbers(yaml.safe_load(file))))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> TRLConfig:
