@@ -1,10 +1,9 @@
-"""The demo with its settings and with those it had before: win rate by the truth, and how much its stories repeat.
+"""Compares the demo's settings with its earlier ones: true win rate, and repetition in its stories.
 
     python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER]
 
-Each row of `SETTINGS` is the whole of examples/demo.py for each seed, in a folder of its own under --runs; what is
-there already is not run again. Writes the table of the page, what the doctor says of the runs, and stories of both,
-between the page's two marks.
+Runs examples/demo.py for each row of `SETTINGS` and each seed, in a folder under --runs; runs in that folder are not
+repeated. Writes the table, the doctor's findings and stories of both settings between the page's two marks.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ COLUMNS = {
 
 
 def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
-    """One run of the demo, or what it left there."""
+    """Returns the numbers of one run of the demo, which runs if they are not in `folder`."""
     path = folder / 'measured.json'
     if not path.exists():
         preferences, settings = SETTINGS[name]
@@ -77,7 +76,7 @@ def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
 
 
 def findings(folder: Path) -> str:
-    """What the doctor says of the three stages of a run."""
+    """Returns the doctor's findings for the three stages of a run."""
     found = [
         f'{stage}: `{one.key}` at phase {one.step}, {one.evidence}'
         for stage in ('sft', 'reward_model', 'ppo')
@@ -87,7 +86,7 @@ def findings(folder: Path) -> str:
 
 
 def table(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """A row for each run and, under those of a setting, the mean and the spread of its seeds."""
+    """Returns a row for each run and, below those of a setting, the mean and spread over its seeds."""
     rows = []
     for name, by_seed in runs.items():
         for seed, numbers in by_seed.items():

@@ -1,13 +1,13 @@
-"""One run, one hash: the SHA-256 of the final weights of every method, in every layout, killed and moved.
+"""Compares the SHA-256 of the final weights of every method across layouts, killed and resumed runs included.
 
     python benchmarks/one_hash.py                                             # everything; hours on two cores
     python benchmarks/one_hash.py --only ppo sft --layouts naive ddp2 seed --precisions fp32
     python benchmarks/one_hash.py --layouts cost --only ppo dpo
-    python benchmarks/one_hash.py --page                                      # the page of what has been measured
+    python benchmarks/one_hash.py --page                                      # the page of earlier measurements
 
-Parts may run at different times on one machine: results are added to --results, a part that is there is not run again,
-and run folders stay in --work, where every run is compared with its Naive one as `chatgpt-rlhf verify` does. Runs are
-those of one_hash_runs.py: 20 optimizer steps in 5 phases, with reproducible='exact'.
+Parts may run at different times on one machine: results are added to --results and not measured again, and run folders
+stay in --work, where every run is compared with its Naive one as by `chatgpt-rlhf verify`. Runs are those of
+one_hash_runs.py: 20 optimizer steps in 5 phases, with reproducible='exact'.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def parser() -> Parser:
     out.add_argument('--precisions', nargs='+', default=list(PRECISIONS), choices=PRECISIONS)
     out.add_argument('--results', type=Path, default=RESULTS / 'one_hash.json')
     out.add_argument(
-        '--work', type=Path, default=Path(tempfile.gettempdir()) / 'one_hash', help='where run folders stay'
+        '--work', type=Path, default=Path(tempfile.gettempdir()) / 'one_hash', help='folder of the run folders'
     )
     out.add_argument(
-        '--page', action='store_true', help='write docs/results/one_hash.md from the results; nothing is run'
+        '--page', action='store_true', help='write docs/results/one_hash.md from the results, without runs'
     )
     return out
 
@@ -98,7 +98,7 @@ def job_of(folder: Path, method: str, precision: str, layout: str, **more: Any) 
 
 
 def one_run(folder: Path, method: str, precision: str, layout: str) -> dict[str, Any]:
-    """Runs a part in processes of this program, unless a launcher has done so, and compares it with the Naive run."""
+    """Runs a part in processes of this program, unless a launcher ran it, and compares it with the Naive run."""
     ranks = LAYOUTS[layout][2]
     more = {'seed': 2} if layout == 'seed' else {'flip': True} if layout == 'bit' else {}
     job = job_of(folder, method, precision, layout, **more)
@@ -137,7 +137,7 @@ def kill(job: Job, ranks: int) -> None:
 
 
 def launch(layout: str, parts: list[tuple[str, str]], folder: Path, results: Results) -> None:
-    """The runs of all parts that have no results, by one start of a launcher."""
+    """Runs all parts without results by one start of a launcher."""
     jobs = [job_of(folder, *part, layout) for part in parts if f'{part[0]}, {part[1]}, {layout}' not in results]
     if not jobs:
         return
@@ -157,7 +157,7 @@ def cost(method: str, precision: str, layout: str) -> dict[str, list[float]]:
 
 
 def refusal(text: str) -> str | None:
-    """What a strategy says that cannot do this; None of any other failure."""
+    """Returns the message of a strategy that does not support this; None for any other failure."""
     lines = [line for line in text.splitlines() if line.startswith('ValueError: ') and 'exact' in line]
     return lines[-1].removeprefix('ValueError: ') if lines else None
 
@@ -168,7 +168,7 @@ DIGITS = 16
 
 
 def runs_table(results: Mapping[str, Any]) -> str:
-    """A row for each method and precision, what is refused or not the same, and the counts."""
+    """Returns a row for each method and precision, the refused and different cells, and the counts."""
     rows, notes, same, compared, differ, controls = [], list[str](), 0, 0, 0, 0
     for method, precision in product(METHODS, PRECISIONS):
         reference = results.get(f'{method}, {precision}, naive')

@@ -1,4 +1,4 @@
-"""The short runs of one_hash.py: every method, 20 optimizer steps on recorded or drawn tokens.
+"""The short runs of one_hash.py: every method, 20 optimizer steps on recorded or generated tokens.
 
 python benchmarks/one_hash_runs.py JOBS.json       # a list of `Job`s, under any launcher
 """
@@ -74,7 +74,7 @@ class Killed(Callback):
 
 
 class Flipped(Callback):
-    """One bit of one element of one gradient, in one backward."""
+    """Flips one bit of one element of one gradient, in one backward pass."""
 
     def on_learn_batch_start(self, trainer: Any) -> None:
         if trainer.num_updates != FLIPPED_AT:
@@ -93,7 +93,7 @@ class Flipped(Callback):
 
 
 def run(job: Job, sizes: dict[str, Any] = SMALL) -> None:
-    """Train it to its end, with a checkpoint after every phase."""
+    """Trains to the end, with a checkpoint after every phase."""
     callbacks: list[Any] = [SaveCheckpoint(interval=1)]
     callbacks += [Killed()] * job.kill + [Flipped()] * job.flip
     with strategy_of(job) as strategy:
@@ -205,8 +205,8 @@ def pairs(count: int, sizes: dict[str, Any]) -> list[TokenizedPreference]:
 
 
 def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 2) -> dict[str, list[float]]:
-    """Of a phase of runs that alternate (ordinary, exact, ordinary, ...): CPU seconds, all ranks together, and wall time
-    under '..._s'. The first phase of a run is not counted. Nothing is written."""
+    """Returns CPU seconds of a phase, summed over ranks, of runs that alternate (ordinary, exact, ordinary, ...), and
+    wall time under '..._s'. The first phase of a run is not counted, and nothing is written."""
     found: dict[str, list[float]] = {'ordinary': [], 'exact': [], 'ordinary_s': [], 'exact_s': []}
     for exact in (False, True) * pairs_of_runs:
         job = Job(method, precision, strategy, '', exact=exact, updates=PER_PHASE)

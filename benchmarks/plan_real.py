@@ -1,10 +1,10 @@
-"""The plan of runs on a real model against the peak of their processes, both from the command.
+"""Compares the planned memory of runs on a real model with the measured peak of their processes.
 
-    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder; files of `make real`
+    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder, files of `make real`
     python benchmarks/plan_real.py --page
 
 Each case is planned (`--plan`) and then run for one learning phase, as short as the plan's peak allows; the peak is the
-largest resident memory of the whole process (wait4). 'kept back' is the peak with malloc returning freed memory at once.
+largest resident memory of the whole process (wait4). 'kept back' is the peak if malloc returns freed memory at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCHES = (4, 16)
 
 
 def files(folder: Path, demonstrations: Path) -> dict[str, str]:
-    """Pairs and a reward function beside the data."""
+    """Writes preference pairs and a reward function; returns their paths."""
     rows = [json.loads(line)['messages'] for line in demonstrations.read_text().splitlines()]
     pairs = [
         {'prompt': question['content'], 'chosen': answer['content'], 'rejected': answer['content'][:-3] + '11.'}
@@ -55,7 +55,7 @@ def files(folder: Path, demonstrations: Path) -> dict[str, str]:
 
 
 def call(words: list[str], **env: str) -> tuple[str, int]:
-    """What a command printed, and its largest resident memory in bytes."""
+    """Runs a command; returns its output and peak resident memory in bytes."""
     out, own = tempfile.TemporaryFile('w+'), harness.environment(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', **env)
     child = subprocess.Popen([sys.executable, '-m', 'chatgpt', *words], env=own, stdout=out, stderr=out)
     _, status, used = os.wait4(child.pid, 0)

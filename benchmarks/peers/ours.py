@@ -1,4 +1,4 @@
-"""Worker: the same work in this library."""
+"""Worker: the work of a case in this library."""
 
 from __future__ import annotations
 

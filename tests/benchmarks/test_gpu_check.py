@@ -1,4 +1,4 @@
-"""gpu_check.py: its budgets, and a rehearsal on the CPU."""
+"""gpu_check.py: time budgets, and a run at tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert content['device_type'] == content['machine']['device_type'] == 'cpu'
     parts = {p['name']: p for p in content['parts']}
     assert parts['trl-1.12']['reason'] == 'WHEELS=folder has no folder trl_ppo of its wheels'
-    for name in ('trl-1.12', 'trunk-7b', *UPSTREAM):  # packages that need not be there
+    for name in ('trl-1.12', 'trunk-7b', *UPSTREAM):  # optional packages
         if parts[name]['status'] == 'left out':
             del parts[name]
     results = {name: p['result'] for name, p in parts.items()}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
-from doctor_faults import FAULTS, GROUPS, Company, good_share, key_of, learned_by_heart, online, reward_model
+from doctor_faults import FAULTS, GROUPS, BatchSizeReward, good_share, key_of, memorised, online, reward_model
 
 from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
 from chatgpt.monitor.doctor.diagnosis import explanations
@@ -378,10 +378,10 @@ def test_the_rule_for_learning_rates_goes_through_the_published_points():
 
 def test_the_trainers_log_what_the_checks_look_at(tmp_path):
     """A check of a metric that is not logged would never find anything."""
-    online(tmp_path / 'ppo', phases=2, reward=Company(good_share))
+    online(tmp_path / 'ppo', phases=2, reward=BatchSizeReward(good_share))
     online(tmp_path / 'grpo', phases=1, **GROUPS)
     reward_model(tmp_path / 'rm', 1e-3)
-    learned_by_heart(tmp_path / 'sft')
+    memorised(tmp_path / 'sft')
     logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'sft')}
     assert HEALTHY.keys() | {'rollout/rescore_error'} <= logged['ppo']
     assert 'rollout/equal_groups_share' in logged['grpo']

