@@ -185,6 +185,7 @@ def checked(capsys: pytest.CaptureFixture[str], *paths: str) -> tuple[int, str]:
     [
         ('import never_installed_here\n', 'never_installed_here is not installed'),
         ('from never_installed_here.part import thing\n', 'never_installed_here is not installed'),
+        ('try:\n    import never_installed_here\nexcept ImportError:\n    raise\n', 'is not installed'),
         ('def main():\n    import never_installed_here\n', 'never_installed_here is not installed'),
         ('from transformers import NeverTokenizerFast\n', 'not in the installed transformers'),
         ('from transformers.never_there import thing\n', 'cannot be imported'),

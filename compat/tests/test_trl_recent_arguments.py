@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParse
 
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTActor
+from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt_compat.peft import lora_arguments
 from chatgpt_compat.trl import arguments, pairs, ppo_train, scripts, sft
 from chatgpt_compat.trl.arguments import check_given
@@ -540,3 +541,20 @@ def test_the_simple_template(folder):
     )
     with pytest.raises(ValueError, match='the tokenizer has a chat template'):
         scripts.setup_chat_format(None, tokenizer)
+
+
+def test_a_peft_model_is_merged_for_dpo() -> None:
+    """A PEFT model is merged before a new adapter and as the reference, as in TRL."""
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_causal_lm('gpt2')
+    assert pairs.merged(base) is base
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        plain = base(ids).logits
+        model = get_peft_model(base, LoraConfig(r=2, init_lora_weights=False)).eval()
+        with_adapter = model(ids).logits
+        found = pairs.merged(model)
+        torch.testing.assert_close(found(ids).logits, with_adapter, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(plain, with_adapter)
+    assert not any('lora' in name for name, _ in found.named_parameters())

@@ -98,11 +98,17 @@ def loss_of(args: Any) -> dict[str, Any]:
     return {'loss_type': 'cdpo' if name == 'sigmoid' else name, 'label_smoothing': args.label_smoothing}
 
 
+def merged(model: Any) -> Any:
+    """Returns a PEFT model with its adapters merged; any other model unchanged."""
+    return model.merge_and_unload() if hasattr(model, 'peft_config') and hasattr(model, 'merge_and_unload') else model
+
+
 class DPOTrainer(OfflineLaterTrainer):
     """Direct preference optimisation. Data: rows with prompt, chosen, rejected, as text or turns; or whole dialogues.
 
     Arguments are (model, ref_model, args, ...), see `OfflineLaterTrainer`. `ref_model` is the frozen reference; None
-    takes a copy of the model, or with adapters the model without them.
+    takes a copy of the model, or with adapters the model without them. A PEFT model is merged if it is
+    `ref_model` or `peft_config` is given.
     """
 
     CONFIG = DPOConfig
@@ -129,9 +135,10 @@ class DPOTrainer(OfflineLaterTrainer):
         loss_of(args)
 
     def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
-        self.model = adapted(causal_lm(model, self.args, 'model_init_kwargs'), peft_config)
+        model = causal_lm(model, self.args, 'model_init_kwargs')
+        self.model = adapted(model if peft_config is None else merged(model), peft_config)
         if self.ref_model is not None:
-            self.ref_model = causal_lm(self.ref_model, self.args, 'ref_model_init_kwargs')
+            self.ref_model = merged(causal_lm(self.ref_model, self.args, 'ref_model_init_kwargs'))
         else:
             warn_of_options(self.args, 'ref_model_init_kwargs')
             self.ref_model = None if has_lora(self.model) else deepcopy(self.model)

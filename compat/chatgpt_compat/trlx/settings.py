@@ -235,6 +235,8 @@ def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]
         gen.setdefault('max_new_tokens', int(length) - 1)
     if gen.get('min_length') and gen['min_length'] >= gen.get('max_length', math.inf):
         gen |= {'eos_token_id': [], 'min_length': None}  # it includes the prompt, so no end token is possible
+    if isinstance(end := gen.get('eos_token_id'), int) and end < 0:
+        gen['eos_token_id'] = []  # -1 is transformers' old value for no end token
     if gen.get('temperature') == 0:
         gen |= {'do_sample': False, 'temperature': None}
     return gen
