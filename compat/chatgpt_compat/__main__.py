@@ -20,10 +20,10 @@ from chatgpt.launch.arguments import Parser, run_main
 def parser() -> Parser:
     out = Parser(prog='python -m chatgpt_compat', description=__doc__)
     verbs = out.add_subparsers(dest='verb', required=True, metavar='run|check')
-    running = verbs.add_parser('run', help='run a script')
+    running = verbs.add_parser('run', help='run a script on this library')
     running.add_argument('script')
-    running.add_argument('arguments', nargs='...', help="the script's own").required = False
-    checking = verbs.add_parser('check', help='list the names that scripts use')
+    running.add_argument('arguments', nargs='...', help='arguments of the script').required = False
+    checking = verbs.add_parser('check', help='list the names of other systems that scripts use')
     checking.add_argument('scripts', nargs='+', metavar='script')
     return out
 

@@ -181,7 +181,7 @@ def without_gpu() -> Iterator[None]:
         pipeline(self, *args, **_moved(kwargs))
 
     def arguments_on_cpu(self: TrainingArguments) -> None:
-        self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval  # refused without a GPU, unless it is said
+        self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval  # an error without a GPU otherwise
         start(self)
 
     instead: list[tuple[Any, str, Any]] = [

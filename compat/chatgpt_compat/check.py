@@ -189,7 +189,7 @@ class Import:
     bound: str
     """the name that it gets in the script"""
     optional: bool
-    """True under a condition, or in a `try` that handles ImportError"""
+    """True under a condition, or in a `try` that handles ImportError without raising"""
 
 
 def imports(tree: ast.Module) -> Iterator[Import]:
@@ -215,7 +215,9 @@ def _imports(body: Sequence[ast.stmt], optional: bool) -> Iterator[Import]:
             yield from _imports(node.orelse, True)
         elif isinstance(node, ast.Try):
             caught = {n for h in node.handlers for n in _names_of(h.type)}
-            is_caught = not caught.isdisjoint({'', 'ImportError', 'ModuleNotFoundError', 'Exception', 'BaseException'})
+            raises = any(isinstance(n, ast.Raise) for h in node.handlers for line in h.body for n in ast.walk(line))
+            any_of = {'', 'ImportError', 'ModuleNotFoundError', 'Exception', 'BaseException'}
+            is_caught = not raises and not caught.isdisjoint(any_of)
             yield from _imports(node.body, optional or is_caught)
             for handler in node.handlers:
                 yield from _imports(handler.body, True)

@@ -1,6 +1,6 @@
 """Names and arguments that transformers 5, peft and datasets dropped, available again while a program runs.
 
-`NAMES`, `ARGUMENTS` and `METHODS` are the tables. `given_back()` makes their rows available inside its block and
+`NAMES`, `ARGUMENTS` and `METHODS` are the tables. `restore_dropped()` makes their rows available inside its block and
 restores the packages at its end; `used` collects the rows that a program uses.
 """
 
@@ -352,7 +352,7 @@ def _resolve(name: str) -> Any:
 
 
 @contextmanager
-def given_back() -> Iterator[None]:
+def restore_dropped() -> Iterator[None]:
     """Makes the names and arguments of the tables available inside the block, and restores the packages at the end."""
     used.clear()
     finder = _Modules()

@@ -18,8 +18,8 @@ from chatgpt.nn import add_lora, import_peft
 
 HEADS = ('score', 'classifier')
 """heads of sequence classifiers, trained in full here, as PEFT does with `modules_to_save`"""
-FOLLOWED = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'bias', 'use_rslora')
-SAID_ELSEWHERE = (
+SUPPORTED = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'bias', 'use_rslora')
+INFORMATIVE = (
     *('peft_type', 'task_type', 'inference_mode', 'base_model_name_or_path', 'revision', 'auto_mapping'),
     *('peft_version', 'fan_in_fan_out', 'megatron_core', 'runtime_config'),
 )
@@ -69,14 +69,14 @@ def lora_values(peft_config: Any, *, heads: Sequence[str] = ()) -> dict[str, Any
     if str(getattr(kind, 'value', kind)) != 'LORA':
         raise ValueError(f'peft_config: {kind} is not served here; use a LoraConfig')
     for name, value in values.items():
-        if name in (*FOLLOWED, *SAID_ELSEWHERE) or not value or value == plain.get(name):
+        if name in (*SUPPORTED, *INFORMATIVE) or not value or value == plain.get(name):
             continue
         if name == 'modules_to_save' and set(value) <= set(heads):
             continue
         if name == 'init_lora_weights' and value in (True, 'gaussian'):
             continue
         raise ValueError(f'peft_config: {name}={value!r} cannot be honoured here; leave it out')
-    return {name: values[name] for name in FOLLOWED if values.get(name) is not None}
+    return {name: values[name] for name in SUPPORTED if values.get(name) is not None}
 
 
 def lora_arguments(peft_config: Any, model: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:

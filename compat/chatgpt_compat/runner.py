@@ -18,8 +18,8 @@ from unittest.mock import patch
 from chatgpt_compat import modules
 from chatgpt_compat.accelerator import without_gpu
 from chatgpt_compat.check import findings, read_script, uses
-from chatgpt_compat.dropped import given_back
 from chatgpt_compat.dropped import report as report_dropped
+from chatgpt_compat.dropped import restore_dropped
 from chatgpt_compat.modules import NotServed, serving
 from chatgpt_compat.tables import load
 
@@ -44,7 +44,7 @@ def run(script: str, arguments: Sequence[str]) -> int:
         for system in {use.system for use in uses(tree)}:
             if system.before and modules.installed(system.package) is not None:
                 load(system.before)()
-        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu(), given_back():
+        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu(), restore_dropped():
             exec(code, main.__dict__)
     except NotServed as error:
         print(f'ImportError: {error} ({place(error, script)})', file=sys.stderr, flush=True)

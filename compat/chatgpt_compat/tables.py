@@ -28,8 +28,8 @@ def at(places: str, module: str, names: str) -> dict[str, str]:
 def lookup(
     package: str, served: Mapping[str, str], instead: Mapping[str, str], otherwise: str = ''
 ) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module with both tables of a package. `otherwise`: what to use in place of all
-    other names."""
+    """Returns the `__getattr__` of a module with both tables of a package. `otherwise`: what to write instead of other
+    names."""
 
     def find(name: str) -> Any:
         if name in served:
@@ -44,8 +44,8 @@ def lookup(
 
 
 def as_modules(package: str, served: Mapping[str, str], instead: Mapping[str, str]) -> None:
-    """Makes the modules of a table importable below ours, such as `chatgpt_compat.trlx.data.configs`. A file of ours at
-    that place stays what it is."""
+    """Makes the modules of a table importable within our package, such as `chatgpt_compat.trlx.data.configs`, except
+    where we have a file."""
     inner = {name.rpartition('.')[0] for name in served}
     inner = {'.'.join(name.split('.')[:end]) for name in inner for end in range(1, name.count('.') + 2) if name}
     inner |= {name for name in instead if name.rpartition('.')[0] in inner and name.rpartition('.')[2].islower()}

@@ -13,7 +13,7 @@ from chatgpt.strategies import Strategy
 from chatgpt_compat.colossalai import strategies as march
 
 
-def _whole(item: Any) -> None:
+def _to_fp32(item: Any) -> None:
     """Converts weights to 32 bits in place: 16 bits are too few for the small changes of an update."""
     if isinstance(item, nn.Module):
         dtypes = {p.dtype for p in item.parameters()} & {torch.float16, torch.bfloat16}
@@ -26,7 +26,7 @@ def _whole(item: Any) -> None:
             item.float()
     elif isinstance(item, (tuple, list)):
         for part in item:
-            _whole(part)
+            _to_fp32(part)
 
 
 class _Coati(Strategy):
@@ -35,14 +35,14 @@ class _Coati(Strategy):
         found = []
         for item in items:
             if isinstance(item, dict):
-                _whole(item.get('model'))
+                _to_fp32(item.get('model'))
                 pair = (item['model'], item['optimizer']) if item.get('optimizer') is not None else item['model']
                 made = super().prepare(pair)
                 names = ('model', 'optimizer') if isinstance(pair, tuple) else ('model',)
                 values = made if isinstance(pair, tuple) else (made,)
                 found.append({**item, **dict(zip(names, values, strict=True))})
             else:
-                _whole(item)
+                _to_fp32(item)
                 found.append(super().prepare(item))
         return found[0] if len(found) == 1 else tuple(found)
 

@@ -30,7 +30,7 @@ _JULY = (
 _RENAMED = {'sample_buffer': 'sample_replay_buffer', 'vf_coef': 'value_coef'}
 
 
-class _Late:
+class _MadeByFit:
     """A wrapper of a trainer that `fit` makes; afterwards it has the trainer's attributes."""
 
     _made: Any = None
@@ -41,7 +41,7 @@ class _Late:
         return getattr(self._made, name)
 
 
-class PPOTrainer(_Late):
+class PPOTrainer(_MadeByFit):
     """PPO over the prompts of a loader, with a loss on pretraining text of another, weighted by `ptx_coef`.
 
     `coati` has the actor loss ptx_coef · ptx + (1 − ptx_coef) · policy. Here it is divided by 1 − ptx_coef, which gives
@@ -111,7 +111,7 @@ class PPOTrainer(_Late):
         self.strategy.save_model(self.actor, path, only_rank0, tokenizer)  # type: ignore[call-arg]
 
 
-class SFTTrainer(_Late):
+class SFTTrainer(_MadeByFit):
     """SFT over a loader, an argument of the constructor or of `fit`; a step takes `accumulation_steps` batches."""
 
     def __init__(
@@ -171,7 +171,7 @@ class SFTTrainer(_Late):
         self.strategy.save_model(self.model, path, only_rank0, tokenizer)  # type: ignore[call-arg]
 
 
-class RewardModelTrainer(_Late):
+class RewardModelTrainer(_MadeByFit):
     """The reward-model trainer, with data sets in the constructor or loaders in `fit`."""
 
     def __init__(

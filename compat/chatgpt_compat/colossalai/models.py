@@ -76,16 +76,15 @@ def smart_tokenizer_and_embedding_resize(tokenizer: Any, model: Any, special_tok
 
 
 def prepare_llama_tokenizer_and_embedding(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> Any:
-    """Returns the tokenizer with a padding token that the model has an embedding for, and </s> as begin, end and
-    unknown token."""
+    """Returns the tokenizer with a padding token, which gets an embedding, and </s> as begin, end and unknown token."""
     smart_tokenizer_and_embedding_resize(tokenizer, model, special_tokens_dict)
     tokenizer.add_special_tokens({'eos_token': '</s>', 'bos_token': '</s>', 'unk_token': '</s>'})
     return tokenizer
 
 
-def _handed_over(*_: Any, **__: Any) -> Any:
+def _never_called(*_: Any, **__: Any) -> Any:
     """Stands for functions that scripts pass as arguments and that are never called."""
     raise NotImplementedError('the engine keeps the cache itself; leave this function out')
 
 
-update_model_kwargs_fn = prepare_inputs_fn = _handed_over
+update_model_kwargs_fn = prepare_inputs_fn = _never_called

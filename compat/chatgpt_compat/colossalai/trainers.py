@@ -258,12 +258,12 @@ class Callback(ours.Callback):
                     setattr(cls, name, _without_trainer(hook, name))
 
 
-def _nothing(self: Callback, *arguments: Any) -> None:
+def _do_nothing(self: Callback, *arguments: Any) -> None:
     """Does nothing; a hook that is not overridden, callable with any arguments."""
 
 
 for _name in HOOKS:
-    setattr(Callback, _name, _nothing)
+    setattr(Callback, _name, _do_nothing)
 
 
 def _without_trainer(hook: Any, name: str) -> Any:

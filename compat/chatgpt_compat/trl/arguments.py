@@ -63,8 +63,7 @@ def check_given(config: Any, table: Mapping[str, Entry]) -> None:
     """Warns of given arguments without effect.
 
     Raises:
-        ValueError: a refused argument has another value than its default; names it, the reason and what to write
-            instead.
+        ValueError: a refused argument is not at its default; the message has the reason and what to write instead.
     """
     for name, entry in table.items():
         if not given(config, name):

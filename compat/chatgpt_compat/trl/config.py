@@ -1,8 +1,8 @@
 """`PPOConfig` with the arguments of both of TRL's eras: 0.4 to 0.11 ('classic': the user's own loop of `generate` and
 `step`) and 0.12 to 1.12 ('second': `PPOTrainer.train()`).
 
-`FATES` lists the unsupported arguments of each era. A script may mix names of both eras: synonyms get the same value,
-and the trainer that is made decides which era's defaults apply.
+`UNSUPPORTED` lists the unsupported arguments of each era. A script may mix names of both eras: synonyms get the same
+value, and the trainer that is made decides which era's defaults apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """defaults, of 0.11.4 and of 1.12, of the arguments that are None until the era is known"""
 
-TWINS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
+SYNONYMS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
 """argument → the other name of it"""
 
 _MEMORY = warned('a matter of memory or speed, without influence on numbers')
@@ -34,7 +34,7 @@ _ONE_ADAPTER = each(
     'model_adapter_name ref_adapter_name',
 )
 _CACHE = 'optimize_device_cache optimize_cuda_cache local_rollout_forward_batch_size ds3_gather_for_generation'
-FATES: dict[Era, dict[str, Entry]] = {
+UNSUPPORTED: dict[Era, dict[str, Entry]] = {
     'classic': {
         **_ONE_ADAPTER,
         **each(
@@ -195,23 +195,23 @@ class PPOConfig(TrainingArguments):
         for name, value in self._filled.items():
             if getattr(self, name) == value:  # else the script has changed it
                 setattr(self, name, None)
-        self._follow_twins()
+        self._match_synonyms()
         before = {name: getattr(self, name) for name in _DEPEND}
         for name, value in DEFAULTS[era].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._follow_twins()
+        self._match_synonyms()
         if era == 'classic':
             self._classic_batches()
         self._filled = {name: getattr(self, name) for name, value in before.items() if value is None}
 
-    def _follow_twins(self) -> None:
+    def _match_synonyms(self) -> None:
         """Gives synonyms the same value.
 
         Raises:
             ValueError: both were given with different values.
         """
-        for name, other in TWINS.items():
+        for name, other in SYNONYMS.items():
             one, two = getattr(self, name), getattr(self, other)
             if one is not None and two is not None and one != two:
                 raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
@@ -243,7 +243,7 @@ class PPOConfig(TrainingArguments):
 
     def check(self, era: Era) -> None:
         """Raises and warns for unsupported arguments of the era's trainer; see `check_given`."""
-        check_given(self, FATES[era])
+        check_given(self, UNSUPPORTED[era])
 
     def settings(self) -> dict[str, Any]:
         """Returns the fields of our `PPOConfig` that both trainers derive from these arguments alone."""
@@ -262,7 +262,7 @@ class PPOConfig(TrainingArguments):
         }
 
 
-_DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
+_DEPEND = (*DEFAULTS['classic'], *SYNONYMS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
 """arguments that are filled in if they were not given"""
 _ONLY_CLASSIC = {
     *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),

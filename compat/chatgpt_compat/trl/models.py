@@ -52,11 +52,11 @@ _WITHOUT_EFFECT = (
     | dict.fromkeys(('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE)
     | {'config': 'the config beside the weights is used'}
 )
-_REACHED_THROUGH = {
+_FORWARDED = {
     *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),
     *('enable_input_require_grads', 'generation_config', 'name_or_path', 'device', 'dtype'),
 }
-_NO_MATTER = (
+_HARMLESS = (
     *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
     *('use_cache', 'return_dict'),
 )
@@ -97,7 +97,7 @@ class PreTrainedModelWrapper(nn.Module):
         return self.pretrained_model.config
 
     def __getattr__(self, name: str) -> Any:
-        if name in _REACHED_THROUGH:
+        if name in _FORWARDED:
             return getattr(self.pretrained_model, name)
         return super().__getattr__(name)
 
@@ -111,7 +111,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     """
 
     _scorer: SequenceOf[Any] = ()
-    """the reward model, in a list, so that it is no part of the module"""
+    """the reward model, in a list, so that it is not registered as a submodule"""
     supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
     reads_apart: ClassVar[bool] = False
     """True for an encoder-decoder"""
@@ -155,12 +155,11 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     ) -> AutoModelForCausalLMWithValueHead:
         """Loads a hub name or a folder of TRL, transformers or this library, or takes a transformers model.
 
-        The value head is read where a checkpoint has one, else drawn. An adapter's folder gives its base with the
-        adapter, which goes on training. Weights stay in 32 bits; 16 bits of `torch_dtype` are what the trainer computes
-        in. `reward_adapter` is a folder or hub name of a classifier's adapter on the same base, which is loaded as a
-        second model for `compute_reward_score`. `kwargs` are those of the constructor and of loading; `device_map` and
-        quantization have no effect, and a warning says what happens instead. Raises ValueError for what is not known or
-        cannot be honoured.
+        The value head is read from the checkpoint, else initialised. An adapter's folder gives its base model with the
+        adapter, which stays trainable. Weights are kept in 32 bits; a `torch_dtype` of 16 bits is the precision of the
+        trainer. `reward_adapter` is a folder or hub name of a classifier's adapter on the same base, loaded as a second
+        model for `compute_reward_score`. `kwargs` are those of the constructor and of loading; `device_map` and
+        quantization give a warning. Raises ValueError for arguments that are unknown or not supported.
         """
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         options = _loading_options(kwargs)
@@ -181,7 +180,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     @torch.no_grad()
     def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
-        """Scores at every position, (B, S, labels) fp32, of `reward_adapter`. Raises ValueError without one."""
+        """Returns scores of `reward_adapter` at every position, (B, S, labels) fp32. Raises ValueError without it."""
         if not self._scorer:
             raise ValueError('compute_reward_score needs reward_adapter= of from_pretrained')
         (scorer,) = self._scorer
@@ -226,8 +225,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
     # ------------------------------------------------------------------ files
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Returns tensors under TRL's names: the model's without a prefix, `v_head.summary.*`; with adapters the head
-        alone."""
+        """Returns tensors by TRL's names: the model's without a prefix, `v_head.summary.*`; with adapters the head."""
         state = {} if self.is_peft_model else dict(self.pretrained_model.state_dict(*args, **kwargs))
         return state | {f'v_head.{name}': tensor for name, tensor in self.v_head.state_dict().items()}
 
@@ -240,9 +238,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return self.pretrained_model.load_state_dict(rest, strict=strict and bool(rest), assign=assign)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Writes a folder that TRL, this class, `Actor.from_pretrained` and, without the head, transformers load.
-
-        With adapters it has the adapter in PEFT's format, and the head in `pytorch_model.bin`, where TRL looks for it.
+        """Writes a folder that TRL, this class, `Actor.from_pretrained` and, without the head, transformers load. With
+        adapters it has the adapter in PEFT's format, and the head in `pytorch_model.bin`, where TRL looks for it.
         `kwargs`: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors."""
         folder = Path(save_directory)
         if kwargs.pop('safe_serialization', True) is False:
@@ -287,7 +284,7 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
         value = options.pop(name, None)
         if value not in (None, False):
             warnings.warn(f'from_pretrained: {name}={value!r} has no effect here: {instead}', stacklevel=3)
-    for name in _NO_MATTER:
+    for name in _HARMLESS:
         options.pop(name, None)
     for name in options:
         if name not in LOAD_OPTIONS:
@@ -298,8 +295,8 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward_model(adapter: Any, base: Any, options: Mapping[str, Any]) -> Any:
-    """The frozen sequence classifier of a PEFT adapter: with as many labels as its head has. Raises ValueError for an
-    adapter without a head, or a model that was not loaded from a name."""
+    """Returns the frozen sequence classifier of a PEFT adapter; its head gives the number of labels. Raises ValueError
+    for an adapter without a head, or a model that was not loaded from a name."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
