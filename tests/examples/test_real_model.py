@@ -31,10 +31,10 @@ def write_gguf(path, architecture):
 def refusal(source, folder):
     from model import find_model
 
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         find_model(str(source) if source else None, folder / 'out')
-    assert '\n' not in str(told.value) and not (folder / 'out').exists()
-    return str(told.value)
+    assert '\n' not in str(raised.value) and not (folder / 'out').exists()
+    return str(raised.value)
 
 
 def test_a_folder_or_a_name_is_taken_as_it_is(tmp_path):
