@@ -38,11 +38,11 @@ SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 BUDGET_S, START_S = 530, 40
-"""for everything; for wheels, and the first import of torch and transformers"""
+"""seconds for everything; for wheels and the first import of torch and transformers"""
 LEAST_S = 8
-"""a part is not begun with less time than this left"""
+"""seconds that must be left to start a part"""
 HELD = 128 * 2**20
-"""bytes of the device that a process may still hold after a part; with more the next part gets another process"""
+"""bytes of the device that a process may hold after a part; above that, the next part runs in a new process"""
 TELLS = 4000
 """characters of a part's output that are kept"""
 
@@ -128,7 +128,7 @@ ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
     'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
     'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
 }
-"""budget and options of the rehearsal, by function"""
+"""budget and options on a CPU, by function"""
 SIZED = ('experience_batch_size', 'train_batch_size', 'max_tokens_per_batch', 'ignore_phases')
 
 

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[str, str, int]] = {
     'seed': ('other seed', 'naive', 1),
     'bit': ('one bit', 'naive', 1),
 }
-"""{name: (title, strategy, processes)}; the first is what others are compared with, the last two must differ"""
+"""{name: (title, strategy, processes)}; the first is the reference, the last two must differ"""
 CONTROLS = ('seed', 'bit')
 COST_LAYOUTS = ('naive', 'ddp2', 'fsdp2')
 PRECISIONS = ('fp32', 'bf16')

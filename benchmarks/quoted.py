@@ -35,7 +35,7 @@ ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
 NUMBER = r'(?<![\d.])([-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?)(?!\d)'
 Values = Sequence[float] | Mapping[str, float]
 Quote = tuple[str, str, Values]
-"""page, words with formats, values in their order or by the names in the words"""
+"""page, words with formats, values in order or by name"""
 
 
 def read(path: str) -> Any:

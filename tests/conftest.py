@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _OURS = tuple('RANK WORLD_SIZE LOCAL_ MASTER_ OMP_ MKL_ CUDA_VISIBLE GROUP_ TORCHELASTIC PYTORCH_CUDA CHATGPT'.split())
-"""beginnings of the variables that our code could set; third parties set others while they are imported"""
+"""prefixes of variables that the library could set; other packages set others at import"""
 
 
 def _variables() -> dict[str, str]:

@@ -44,9 +44,9 @@ import chatgpt
 PACKAGE = str(Path(chatgpt.__file__).parent)
 
 HOST_INDICES = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'}
-"""take indices from the host too, which are copied"""
+"""operations that also accept CPU indices, which are copied"""
 NO_HOST_SCALARS = {*'cat stack gather index_select index_add index_copy index_copy_ scatter scatter_add'.split()}
-"""refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
+"""operations that refuse a CPU tensor without dimensions, which arithmetic accepts as a number"""
 MEMORY = 16 * 2**30
 """bytes of a device, all of them free"""
 SIZED_BY_DEVICE = {'nonzero', 'masked_select', 'bincount', '_unique2', 'unique_dim', 'unique_consecutive'}
@@ -58,7 +58,7 @@ class Sync(NamedTuple):
 
     kind: str
     where: str
-    """line of chatgpt, or of another package where none of ours is on the stack"""
+    """line of chatgpt, or of another package if chatgpt is not on the stack"""
 
 
 class PretendTensor(Tensor):
@@ -161,16 +161,16 @@ class PretendCuda:
 
     num_devices: int = 1
     syncs: Counter[Sync] = field(default_factory=Counter)
-    """how often each line made the host wait"""
+    """number of waits by line"""
     current: int = 0
     """the current device"""
     latest: torch.device = torch.device('cuda', 0)
-    """where the latest operation was"""
+    """device of the latest operation"""
     on_meta: bool = False
     """within a call under `with torch.device('meta')`"""
     capturing: PretendGraph | None = None
     pinned: dict[int, Tensor] = field(default_factory=dict)
-    """page-locked tensors by address; kept, so that no address comes twice"""
+    """page-locked tensors by address; kept alive, so that no address is reused"""
 
     def note(self, kind: str) -> None:
         if self.capturing is not None:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 WRITE, READ, FINE, NARROW = 'hf_write', 'hf_read', 'hf_fine', 'hf_narrow'
-"""tokens of the account 'me'; FINE may write to 'me', NARROW to 'me/other' alone"""
+"""tokens of the account 'me'; FINE may write to 'me', NARROW only to 'me/other'"""
 _SCOPES = {
     FINE: [{'entity': {'type': 'user', 'name': 'me'}, 'permissions': ['repo.content.read', 'repo.write']}],
     NARROW: [{'entity': {'type': 'model', 'name': 'me/other'}, 'permissions': ['repo.write']}],
@@ -37,14 +37,14 @@ class Hub:
     def __init__(self, large: tuple[str, ...] = ('.safetensors', '.png')) -> None:
         self.large = large
         self.repos: dict[str, dict[str, Any]] = {}
-        """name: private, and for each revision the files"""
+        """repositories by name: private, and the files of each revision"""
         self.objects: dict[str, bytes] = {}
-        """by sha256"""
+        """LFS objects by SHA-256"""
         self.asked: list[str] = []
         self.dies_at: str | None = None
-        """beginning of a path, asked for which it falls silent for good, as a server that goes down"""
+        """prefix of a path; after a request for it the server never responds again, like one that goes down"""
         self.refuses: dict[str, int] = {}
-        """beginning of a path: status"""
+        """prefix of a path -> status of its error"""
         self.address = ''
 
     def files(self, repo: str, revision: str = 'main') -> dict[str, bytes]:

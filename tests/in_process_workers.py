@@ -26,7 +26,7 @@ class InProcessWorkers:
         self.answered: list[tuple[int, list[int]]] = []
         """(worker, sample indices) of each answer, in order"""
         self.most_queued = 0
-        """greatest number of requests submitted and neither answered, cancelled nor lost"""
+        """largest number of requests in flight"""
         self.num_puts = 0
         self.closed = False
         self._queued: dict[int, tuple[int, RolloutWorker, Request]] = {}

@@ -102,7 +102,7 @@ TOO_LONG = {
     'environments.md',
     'strategies.md',
 }
-"""pages that are not shortened yet"""
+"""pages that are still too long"""
 
 
 def prose(text: str) -> list[str]:

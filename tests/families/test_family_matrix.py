@@ -16,9 +16,9 @@ from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 
 QUICK = ('gpt2', 'llama', 'gemma2', 'mixtral', 'zamba2', 'cpmant')
-"""the usual, a head of its own, experts, a recurrent state, and one that is refused"""
+"""ordinary types, a separate head, experts, a recurrent state, and a refused type"""
 THIS_VERSION = f'of transformers {transformers.__version__} '
-"""on a page whose cells hold for the one that is installed"""
+"""in a page for the installed version"""
 MODELS_PAGE = Path(__file__).parents[2] / 'docs/results/model_types.md'
 
 

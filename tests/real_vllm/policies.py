@@ -10,7 +10,7 @@ from chatgpt.rollout import SamplingParams
 from chatgpt.types import Prompt, Sample
 
 OPTIONS = {'dtype': 'float32', 'enforce_eager': True, 'kv_cache_memory_bytes': 64 << 20, 'max_model_len': 128}
-"""of `vllm.LLM`"""
+"""options of `vllm.LLM`"""
 GREEDY = SamplingParams(max_new_tokens=8, do_sample=False)
 WARM = SamplingParams(max_new_tokens=8, temperature=0.7)
 

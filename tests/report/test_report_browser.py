@@ -89,7 +89,7 @@ PIXELS = """canvas => {
     return places;
 }"""
 BLUE, ORANGE, PALE_BLUE = '10,92,184', '183,80,0', '108,176,255'
-"""--series-1, --series-2, and --series-1 in the dark, of page.css"""
+"""--series-1, --series-2, and --series-1 of the dark theme, in page.css"""
 
 
 def drawn_in(chart: Any) -> dict[str, list[list[int]]]:

@@ -20,7 +20,7 @@ from chatgpt.trainer.callbacks.token_texts import token_texts
 ASSETS = Path(__file__).resolve().parents[2] / 'chatgpt' / 'monitor' / 'report' / 'assets'
 ORIGIN = 'http://page.test'
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
-"""nothing inline, nothing from elsewhere"""
+"""content security policy: nothing inline, nothing from other hosts"""
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Rollouts</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="page.css"><link rel="stylesheet" href="rollouts.css"></head>
@@ -304,7 +304,7 @@ def test_long_lists_have_pages_of_whole_groups(browser, tmp_path):
 # ---------------------------------------------------------------------- episodes
 
 TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n?\n7 15 =22\n', None), ('7+15<eos>', 1.0)]
-"""of the policy with a reward, of the environment with none"""
+"""turns of the policy with a reward, and observations of the environment with None"""
 
 
 def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: bool | None = True) -> None:
