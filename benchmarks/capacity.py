@@ -340,8 +340,8 @@ def planner_table(rows: list[dict[str, Any]]) -> str:
         if errors:
             found.append([strategy, len(errors), *(f'{error:+.0%}' for error in spread(errors).values())])
     wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in rows if r['disagreements']]
-    said = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
-    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *said])
+    notes = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
+    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *notes])
 
 
 def parse_args() -> Any:

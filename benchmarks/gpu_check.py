@@ -193,13 +193,13 @@ class Runner:
         self.end_worker()
         self.worker = Worker([sys.executable, SCRIPT, '--device', self.device], self.env, self.log)
         self.worker_name = name
-        said = self.worker.receive(timeout_s)
-        if said is None:
+        answer = self.worker.receive(timeout_s)
+        if answer is None:
             self.end_worker()
             return None
-        if said['ready'] is None:
+        if answer['ready'] is None:
             raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
-        self.machine = said['ready']
+        self.machine = answer['ready']
         return self.worker
 
     def end_worker(self) -> None:
@@ -413,8 +413,8 @@ def main() -> int:
         try:
             up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
         except EOFError as error:
-            told = ' '.join(runner.log.read_text().split())
-            raise ValueError(f'the process of the parts cannot start: {error}: {told[-500:]}') from None
+            output = ' '.join(runner.log.read_text().split())
+            raise ValueError(f'the process of the parts cannot start: {error}: {output[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')
         out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')

