@@ -43,7 +43,7 @@ BATCHES = (4, 16)
 
 
 def files(folder: Path, demonstrations: Path) -> dict[str, str]:
-    """Writes preference pairs and a reward function; returns their paths."""
+    """Writes preference pairs and a reward function; returns the values of placeholders in commands."""
     rows = [json.loads(line)['messages'] for line in demonstrations.read_text().splitlines()]
     pairs = [
         {'prompt': question['content'], 'chosen': answer['content'], 'rejected': answer['content'][:-3] + '11.'}

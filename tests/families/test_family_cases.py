@@ -38,7 +38,7 @@ def greedy(engine, actor, prompts, tokens):
 
 
 def filled(module):
-    """Returns a module of the meta device after the first load of its weights."""
+    """Gives a module of the meta device its initial weights."""
     tensors = dict(initial_tensors(module))
     module.to_empty(device='cpu')
     own = dict([*module.named_parameters(), *module.named_buffers()])
