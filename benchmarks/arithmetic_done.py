@@ -40,13 +40,13 @@ class Matrices:
     """Sizes of the weight matrices of one model."""
 
     blocks: int
-    """inside the blocks, adapters included"""
+    """numbers inside the blocks, with adapters"""
     adapters: int = 0
     through: int = 0
-    """those whose activations get a gradient"""
+    """numbers of matrices that get a gradient of their activations"""
     trained: int = 0
     spared: int = 0
-    """of those, what recomputation leaves out: the last of each block"""
+    """of these, the last matrix of each block, which is not recomputed"""
     head: int = 0
     head_trained: bool = False
 
@@ -93,8 +93,7 @@ class Models:
     reward: Matrices | None
     reference_is_actor: bool = False
     reference_branch: int = 0
-    """of a hydra: numbers in the frozen copies of its top blocks, which are all that a reference costs where the policy
-    is run anyway"""
+    """hydra: numbers in the frozen copies of its top blocks, the cost of a reference where the policy runs anyway"""
 
 
 def phase_flop(

@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         'reward': 'function',
     },
 }
-"""what each changes in a run; a max_tokens_per_batch of 1 stands for one sequence"""
+"""settings that each option changes; a max_tokens_per_batch of 1 means one sequence"""
 ON_CUDA = (
     'naive',
     'fsdp_cpu',
@@ -58,9 +58,9 @@ ON_CUDA = (
 )
 ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading to a host needs a device
 ON_CPU_ALONE = RETURNS | {'CUDA_VISIBLE_DEVICES': '', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0'}
-"""a child's variables, with which its resident memory is what it holds and not what glibc keeps for later"""
+"""environment of a child on a CPU, so that its resident memory is the memory in use"""
 TELLS = 3000
-"""characters of a child's output that are kept where it fails"""
+"""characters of a failed child's output that are kept"""
 
 
 @dataclass
@@ -84,9 +84,9 @@ class Row:
     """rung -> outcome, with `planned` and `planner_fits`"""
     rung: str | None = None
     parameters: int = 0
-    """of the actor"""
+    """number of parameters of the actor"""
     limit: str | None = None
-    """what stopped the next rung"""
+    """limit that stopped the next rung"""
     limit_at: str | None = None
 
     def disagreements(self) -> list[str]:
@@ -340,8 +340,8 @@ def planner_table(rows: list[dict[str, Any]]) -> str:
         if errors:
             found.append([strategy, len(errors), *(f'{error:+.0%}' for error in spread(errors).values())])
     wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in rows if r['disagreements']]
-    said = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
-    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *said])
+    notes = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
+    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *notes])
 
 
 def parse_args() -> Any:
@@ -353,7 +353,10 @@ def parse_args() -> Any:
     parser.add_argument('--device', choices=('auto', 'cuda', 'cpu'), default='auto')
     parser.add_argument('--ladder', choices=tuple(ladders.FAMILIES), default='gpt')
     parser.add_argument(
-        '--strategies', nargs='+', choices=STRATEGIES, help='default: those of one process that differ on the device'
+        '--strategies',
+        nargs='+',
+        choices=STRATEGIES,
+        help='default: strategies of one process that differ on the device',
     )
     parser.add_argument('--options', nargs='+', choices=tuple(OPTIONS), default=list(OPTIONS))
     parser.add_argument('--precision', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')

@@ -69,8 +69,8 @@ def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
         (accuracy, (numbers, stories)), spent = timed(train)
         numbers |= {'accuracy': accuracy, 'cpu': spent['cpu_s']}
         kls = [row['rollout/kl_mean'] for row in RunFolder(folder / 'ppo_run').metrics]
-        told = [row['text'] for row in stories if row[''] == 'PPO']
-        write_json(path, numbers | {'kl': mean(kls[-5:]), 'stories': told})
+        responses = [row['text'] for row in stories if row[''] == 'PPO']
+        write_json(path, numbers | {'kl': mean(kls[-5:]), 'stories': responses})
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -107,15 +107,15 @@ def main() -> None:
     quiet_transformers()
     torch.set_num_threads(1)
     runs: dict[str, dict[int, dict[str, Any]]] = {}
-    told = []
+    lines = []
     for name in SETTINGS:
         folder = args.runs / name.replace(',', '').replace(' ', '_')
         runs[name] = {seed: measure(folder / f'seed-{seed}', name, seed) for seed in args.seeds}
-        told += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
-        told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
-        told += ['', 'The doctor says:', '']
-        told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
-    write_page('demo.md', measured='\n'.join([table(runs), *told]))
+        lines += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
+        lines += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
+        lines += ['', 'The doctor says:', '']
+        lines += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
+    write_page('demo.md', measured='\n'.join([table(runs), *lines]))
 
 
 if __name__ == '__main__':

@@ -120,7 +120,7 @@ def make_faulty(folder: Path) -> None:
 
 
 def found_in(folder: Path) -> tuple[int, list[Finding]]:
-    """Returns the phases and findings of a run; the findings during the run must be the same."""
+    """Returns the number of phases of a run, and its findings, the same as during the run."""
     run = RunFolder(folder)
     return run.phase, diagnose(run)
 

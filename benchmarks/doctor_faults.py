@@ -34,9 +34,9 @@ VOCAB, END, GOOD = 16, 2, 7
 
 class Fault(NamedTuple):
     planted: Callable[[Path], Any]
-    """makes the run with the fault in a folder"""
+    """runs the fault in a folder"""
     without: Callable[[Path], Any]
-    """the same run without it, in which the finding must not be"""
+    """the same run without the fault, which must not have the finding"""
     about: str
 
 
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = {
     'slow-rank': Fault(partial(on_two_ranks, slow=True), partial(on_two_ranks, slow=False), 'rank 1 of 2 sleeps'),
     'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
 }
-"""by the key of the finding; a word in brackets tells two runs of one key apart"""
+"""faults by the key of the finding; words in brackets distinguish runs with the same key"""
 
 
 def key_of(name: str) -> str:

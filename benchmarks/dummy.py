@@ -33,37 +33,37 @@ class DummyRun:
     """Flags of the benchmarks, with the defaults of ColossalAI's ChatGPT benchmarks."""
 
     strategy: str = 'naive'
-    """what prepares and shards the models"""
+    """strategy that prepares and shards the models"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
     """compute dtype; auto is bf16 on CUDA and under Gemini, fp32 on a CPU"""
     num_episodes: int = 3
     max_timesteps: int = 8
-    """of an episode, each of experience_batch_size prompts"""
+    """timesteps per episode, each of experience_batch_size prompts"""
     update_timesteps: int = 8
     """timesteps before a learning phase"""
     max_epochs: int = 3
-    """passes over what a phase collected"""
+    """epochs over the experience of a phase"""
     train_batch_size: int = 8
     experience_batch_size: int = 8
     max_tokens_per_batch: int | None = None
-    """tokens of one forward on one process; none: its share of a batch"""
+    """tokens of a forward on a process; none: its share of a batch"""
     prompt_length: int = 400
-    """random tokens"""
+    """number of random tokens"""
     max_length: int = 512
-    """of prompt and response; every sequence has this length, since nothing ends one"""
+    """tokens of prompt and response; every sequence has this length, since there is no end token"""
     lora_rank: int = 0
-    """0 trains everything"""
+    """rank of the adapters; 0 trains all weights"""
     num_layers_unfrozen: int = -1
-    """hydra: top blocks that are trained; -1 trains everything"""
+    """hydra: number of trained top blocks; -1 trains all weights"""
     critic: Literal['own', 'shared'] = 'own'
     """a network of the actor's size, or a value head on the actor's trunk"""
     reward: Literal['model', 'function'] = 'model'
-    """a network of the actor's size, or a function that costs nothing"""
+    """a network of the actor's size, or a function of negligible cost"""
     gradient_checkpointing: bool = False
     cuda_mem_frac: float = 1.0
-    """share of a GPU's memory that a process may take"""
+    """share of a GPU's memory that a process may use"""
     ignore_phases: int = 1
-    """first learning phases left out of the averages (warming up), where there are more"""
+    """learning phases for warm-up, not in the averages if there are more"""
     seed: int = 42
 
     def check(self, world_size: int) -> None:
@@ -470,7 +470,7 @@ def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[
         )
         parser.add_argument('--json', type=Path, metavar='FILE', help='also write the numbers to this file')
         parser.add_argument(
-            '--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models'
+            '--strategy', type=strategy_flag, default='naive', help='strategy that prepares and shards the models'
         )
         add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
         args = parser.parse_args()

@@ -38,11 +38,11 @@ SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 BUDGET_S, START_S = 530, 40
-"""for everything; for wheels, and the first import of torch and transformers"""
+"""seconds for everything; for wheels and the first import of torch and transformers"""
 LEAST_S = 8
-"""a part is not begun with less time than this left"""
+"""seconds that must be left to start a part"""
 HELD = 128 * 2**20
-"""bytes of the device that a process may still hold after a part; with more the next part gets another process"""
+"""bytes of the device that a process may hold after a part; above that, the next part runs in a new process"""
 TELLS = 4000
 """characters of a part's output that are kept"""
 
@@ -128,7 +128,7 @@ ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
     'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
     'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
 }
-"""budget and options of the rehearsal, by function"""
+"""budget and options on a CPU, by function"""
 SIZED = ('experience_batch_size', 'train_batch_size', 'max_tokens_per_batch', 'ignore_phases')
 
 
@@ -193,13 +193,13 @@ class Runner:
         self.end_worker()
         self.worker = Worker([sys.executable, SCRIPT, '--device', self.device], self.env, self.log)
         self.worker_name = name
-        said = self.worker.receive(timeout_s)
-        if said is None:
+        answer = self.worker.receive(timeout_s)
+        if answer is None:
             self.end_worker()
             return None
-        if said['ready'] is None:
+        if answer['ready'] is None:
             raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
-        self.machine = said['ready']
+        self.machine = answer['ready']
         return self.worker
 
     def end_worker(self) -> None:
@@ -413,8 +413,8 @@ def main() -> int:
         try:
             up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
         except EOFError as error:
-            told = ' '.join(runner.log.read_text().split())
-            raise ValueError(f'the process of the parts cannot start: {error}: {told[-500:]}') from None
+            output = ' '.join(runner.log.read_text().split())
+            raise ValueError(f'the process of the parts cannot start: {error}: {output[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')
         out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')

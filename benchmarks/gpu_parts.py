@@ -49,7 +49,7 @@ HERE = ROOT / 'benchmarks'
 HOPELESS = 1.1
 """rungs planned at more than this many times a cap are not tried"""
 SPARE = GIB
-"""of a card, for what torch's allocator does not count"""
+"""bytes of a card reserved for memory outside torch's allocator"""
 
 
 class LeftOut(Exception):

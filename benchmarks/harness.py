@@ -30,11 +30,11 @@ RESULTS, PAGES = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'results'
 GIB = 2**30
 T = TypeVar('T')
 differences: list[str] | None = None
-"""None: results are measured and written. A list (`quoted.py`): nothing is measured and no picture drawn, and each table that
-differs is a line of it; the page is written unless `checking`"""
+"""None: scripts measure and write results. A list (`quoted.py`): they measure and plot nothing and add a line for each table
+that differs; pages are written unless `checking`"""
 checking = False
 RETURNS = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
-"""variables with which glibc gives freed memory back at once, so that resident memory is what is in use"""
+"""variables that make glibc return freed memory at once, so that resident memory is the memory in use"""
 
 
 # ---------------------------------------------------------------------- seconds
@@ -426,7 +426,8 @@ def write_page(page: Path | str, **tables: str) -> None:
 
 @contextmanager
 def figure(name: str, columns: int = 1, *, size: tuple[float, float] = (5.5, 4.0), **options: Any) -> Any:
-    """Yields matplotlib axes in a row and saves the figure beside the pages; writes nothing while `checking`."""
+    """Yields matplotlib axes in a row and saves the figure beside the pages; plots nothing if `differences` is a
+    list."""
     if differences is not None:
         yield [MagicMock() for _ in range(columns)]
         return

@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {
     'opt': ('OPT', OPT),
     'tiny': ('GPT', TINY),
 }
-"""ladder -> (how its classes begin, its rungs)"""
+"""ladder -> (prefix of its classes, its rungs)"""
 
 
 def config(ladder: str, rung: str, positions: int | None = None) -> Any:

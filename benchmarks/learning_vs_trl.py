@@ -40,7 +40,7 @@ SIDES = {
     'ours_grpo': ('learn_ours.py', '', 'GRPO, here'),
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
-"""side -> worker, the peer whose environment it runs in, and its name on the page"""
+"""side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 24}

@@ -32,7 +32,7 @@ from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.head_kernels import liger_logprobs
 
 VOCAB = 151_936
-"""Qwen 2's"""
+"""vocabulary of Qwen 2"""
 SIZES = {'cpu': ((896, 2048), (2048, 1024)), 'cuda': ((896, 8192), (2048, 8192))}
 """(width, tokens)"""
 CASES = (
@@ -44,7 +44,7 @@ CASES = (
     ('fused, frozen head', 'fused', False, 'detached'),
     ('liger, frozen head', 'liger', False, 'detached'),
 )
-"""name, kernel, whether the head is trained, entropy"""
+"""name, kernel, trained head, entropy"""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:

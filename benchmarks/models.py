@@ -38,7 +38,7 @@ SPEED = 'local ÷ generate'
 WIDTH, ROWS, PROMPT, NEW = 256, 16, 16, 48
 LEAST_PAIRS, MOST_PAIRS = 9, 45
 MOST = 200_000_000
-"""parameters: a type whose other sizes do not shrink with the width is not measured"""
+"""number of parameters above which a type is not measured, since its other sizes do not shrink with the width"""
 
 
 def speed(model_type: str) -> float:

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[str, str, int]] = {
     'seed': ('other seed', 'naive', 1),
     'bit': ('one bit', 'naive', 1),
 }
-"""{name: (title, strategy, processes)}; the first is what others are compared with, the last two must differ"""
+"""{name: (title, strategy, processes)}; the first is the reference, the last two must differ"""
 CONTROLS = ('seed', 'bit')
 COST_LAYOUTS = ('naive', 'ddp2', 'fsdp2')
 PRECISIONS = ('fp32', 'bf16')
@@ -133,7 +133,7 @@ def kill(job: Job, ranks: int) -> None:
         if phase != one_hash_runs.KILLED_AT // one_hash_runs.PER_PHASE:
             raise RuntimeError(f'{job.folder}: killed after {phase} phases') from error
         return
-    raise RuntimeError(f'{job.folder}: nobody was killed')
+    raise RuntimeError(f'{job.folder}: no process was killed')
 
 
 def launch(layout: str, parts: list[tuple[str, str]], folder: Path, results: Results) -> None:
@@ -189,8 +189,8 @@ def runs_table(results: Mapping[str, Any]) -> str:
     table = markdown(
         ['method', 'precision', 'SHA-256 (Naive)', *(title for title, _, _ in list(LAYOUTS.values())[1:])], rows
     )
-    said = f'{same} of {compared} runs are the same as the Naive one; {differ} of {controls} controls differ.'
-    return '\n\n'.join([table, said, *dict.fromkeys(notes)])
+    summary = f'{same} of {compared} runs are the same as the Naive one; {differ} of {controls} controls differ.'
+    return '\n\n'.join([table, summary, *dict.fromkeys(notes)])
 
 
 def cell(row: dict[str, Any] | None, reference: dict[str, Any]) -> str:

@@ -41,12 +41,12 @@ STRATEGIES: dict[str, Any] = {
 }
 UPDATES, PER_PHASE = 20, 4
 FLIPPED_AT = KILLED_AT = 10
-"""updates done before; in the middle of the third phase"""
+"""number of updates before; in the middle of the third phase"""
 FLIPPED_BIT = 20
 SMALL: dict[str, Any] = {'vocab_size': 64, 'hidden': 36, 'layers': 2, 'heads': 2, 'positions': 64}
 LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 128, 'layers': 2, 'heads': 4, 'positions': 128}
 BATCH = {False: 16, True: 128}
-"""sequences of a train batch; by whether the cost is measured, where an atom has a thousand tokens"""
+"""sequences of a train batch; True: when measuring the cost, where an atom has a thousand tokens"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Job:
     exact: bool = True
     updates: int = UPDATES
     kill: bool = False
-    """by SIGKILL, amid a phase, on the last rank"""
+    """kill the last rank by SIGKILL in the middle of a phase"""
     flip: bool = False
-    """one bit of one gradient"""
+    """flip one bit of one gradient"""
     resume: bool = False
 
 

@@ -49,7 +49,7 @@ def reward_of(task: rw.Task) -> Any:
 
 
 class Curve:
-    """An evaluation that keeps the measurements of an `Evaluator`."""
+    """A wrapper of an evaluation that keeps its results."""
 
     def __init__(self, evaluate: Any) -> None:
         self.evaluate, self.rows = evaluate, list[dict[str, float]]()

@@ -38,7 +38,7 @@ class Task:
     """(21, 21) bool"""
     walks: tuple[str, ...]
     shortest: dict[str, int]
-    """by start letter, both ends counted, at most 10"""
+    """number of nodes by start letter, with both ends, at most 10"""
 
     @property
     def starts(self) -> list[str]:

@@ -29,18 +29,18 @@ SHAPE = {
     'max_position_embeddings': 131072,
     'tie_word_embeddings': False,
 }
-"""of Llama 3 70B: 70.6 billion parameters"""
+"""Llama 3 70B: 70.6 billion parameters"""
 DEVICE, HOST = 80 * 2**30, 2 * 2**40
 GPUS = (8, 16)
 SEQUENCES = 128
-"""of a phase and of a train batch"""
+"""sequences of a phase and of a train batch"""
 METHODS: dict[str, dict[str, Any]] = {
     'PPO, all weights': {'critic': 'own', 'frozen': True},
     'PPO, LoRA': {'critic': 'own', 'lora_rank': 16, 'frozen': True},
     'GRPO, all weights': {'critic': 'none', 'num_samples_per_prompt': 8},
     'GRPO, LoRA': {'critic': 'none', 'num_samples_per_prompt': 8, 'lora_rank': 16},
 }
-"""'frozen': there is a reward model of the same shape; without, rewards are a function"""
+"""'frozen': with a reward model of the same shape; otherwise the reward is a function"""
 LAYOUTS: dict[str, dict[str, Any]] = {
     'FSDP2': {},
     'FSDP2 + TP 2': {'tensor_parallel': 2},

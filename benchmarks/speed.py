@@ -245,7 +245,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[int, bool], str], int]] = {
     'rollout': (rollout, 15),
     'packing': (packing, 7),
 }
-"""with the number of rounds"""
+"""function and number of rounds"""
 
 
 def main() -> None:

@@ -87,8 +87,8 @@ def samples_text(samples: list[dict[str, Any]]) -> str:
     steps, lines = sorted({row['step'] for row in samples}), list[str]()
     for step in (steps[0], steps[-1]):
         rows = (row for row in samples if row['step'] == step)
-        told = [f'- ({r["score"]:g}) **{r["prompt"]}** {" ".join(r["response"].split())}' for r in rows]
-        lines += [f'Phase {step}:', '', *told, '']
+        items = [f'- ({r["score"]:g}) **{r["prompt"]}** {" ".join(r["response"].split())}' for r in rows]
+        lines += [f'Phase {step}:', '', *items, '']
     return '\n'.join(lines)
 
 

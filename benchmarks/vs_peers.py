@@ -45,9 +45,9 @@ ENVIRONMENTS: dict[str, list[str]] = {
 }
 TORCH = 'torch==2.13.0'
 NARROW = {'ONEDNN_MAX_CPU_ISA': 'AVX512_CORE', 'ATEN_CPU_CAPABILITY': 'avx512'}
-"""what both sides run under with `--without-16-bits`"""
+"""environment of both sides with `--without-16-bits`"""
 NEVER = -30.0
-"""a logit that is never drawn"""
+"""the logit of a token that is never sampled"""
 TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0, ('eos', 'bf16'): 3.0}
 
 

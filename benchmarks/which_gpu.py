@@ -47,7 +47,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """shapes of Qwen2.5 0.5B to 7B, Llama 3.1 8B, Llama 2 13B"""
 MEASURED = {'small': (512, 8), 'medium': (768, 12), 'large': (1024, 16)}
-"""hidden size and layers of the models that are measured"""
+"""hidden size and layers of the measured models"""
 MEASURED_VOCAB, MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW = 8192, 4, 112, 16
 
 

@@ -152,11 +152,11 @@ def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: 
     with NaiveStrategy(seed=seed) as strategy:
         print('1. SFT: a new GPT-2 of 0.2 million parameters learns to tell stories from 2,000 of them.', flush=True)
         actor = run_sft(strategy, tokenizer, out)
-        print('\n2. Reward model: which of two stories do people prefer? It learns that from 6,000 pairs.', flush=True)
+        print('\n2. Reward model: learns from 6,000 pairs which of two stories is preferred.', flush=True)
         trainer = run_reward_model(strategy, tokenizer, out, preferences)
         accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
-        print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
-        print('   Words said again cost, and so does each step away from the SFT model (KL).', flush=True)
+        print('\n3. PPO: the policy tells stories, and stories with a high score become more likely.')
+        print('   Repetition and the KL to the SFT model are penalised.', flush=True)
         run_ppo(strategy, actor, tokenizer, out, ppo)
     return accuracy
 
@@ -205,7 +205,7 @@ def report(out: Path, accuracy: float) -> None:
     ]
     text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), '', *summary])
     (out / 'before_after.txt').write_text(text + '\n')
-    print('\n4. Before and after: both answer the same new prompts; only this table looks at the truth.\n')
+    print('\n4. Before and after: both models respond to the same new prompts; only this table uses the true value.\n')
     print(text)
 
 

@@ -65,7 +65,7 @@ def preferences(databases: list[Path], out: Path) -> Path:
         with Store(path, create=False) as store:
             rows += store.preferences()[0]
     if not rows:
-        raise ValueError(f'nobody has preferred an answer yet: judge some pairs of {databases[-1]}')
+        raise ValueError(f'no preferences yet: judge some pairs of {databases[-1]}')
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
     print(f'{out}: {len(rows)} preferences', flush=True)
@@ -104,9 +104,9 @@ def main() -> None:
         folder = args.out / f'round-{number}'
         reward_model, actor = folder / 'reward_model', folder / 'ppo' / 'actor'
         if not (actor / 'config.json').is_file():
-            said = preferences(databases, folder / 'preferences.jsonl')
+            judged = preferences(databases, folder / 'preferences.jsonl')
             words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run')]
-            run(['reward-model', str(said), *words, '--model_path', str(reward_model), *of_reward_model])
+            run(['reward-model', str(judged), *words, '--model_path', str(reward_model), *of_reward_model])
             words = ['--pretrain', policy, '--reward_model', str(reward_model), '--save_path', str(folder / 'ppo')]
             run(['ppo', prompts, *words, length, *of_ppo])
         databases.append(args.out / f'round-{number}.sqlite')

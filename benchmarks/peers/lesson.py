@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESPONSES, GROUP, TRAIN_BATCH, EPOCHS = 64, 4, 32, 2
-"""responses of an update; of one prompt with GRPO; sequences of an optimizer step; passes over an update's responses"""
+"""responses of an update; per prompt with GRPO; sequences of an optimizer step; epochs over an update's responses"""
 BETAS, EPS = (0.9, 0.999), 1e-8
 QUIET = {
     'bf16': False,
@@ -26,7 +26,7 @@ QUIET = {
     'save_strategy': 'no',
     'disable_tqdm': True,
 }
-"""settings of both trainers of TRL that own their loop: fp32 on a CPU, nothing written or logged"""
+"""settings of both TRL trainers with their own loop: fp32 on a CPU, nothing written or logged"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Lesson:
     """'additions', or 'sentiment' with a `classifier`"""
     start: str
     prompts: str
-    """a JSON lines file of `text` (a prompt as the model reads it) and, for additions, `answer`"""
+    """a JSON lines file of `text` (a formatted prompt) and, for additions, `answer`"""
     held_out: str
     lr: float
     kl_coef: float

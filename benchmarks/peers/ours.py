@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from harness import ppo_trainer
 
 MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
-"""padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
+"""padded tokens of a micro-batch; the split of an optimizer step changes no result"""
 
 
 def make_trainer(case: Case):

@@ -20,10 +20,10 @@ from typing import Any
 PROMPT_TOKENS, NEW_TOKENS, VOCAB = 16, 48, 512
 SEQUENCES = 32
 GROUP = 8
-"""completions of a prompt in GRPO and RLOO"""
+"""responses per prompt in GRPO and RLOO"""
 PAD, EOS = 0, 1
 LEARNING_RATE = 1e-6
-"""small, so that lengths do not drift while they are compared"""
+"""small, so that lengths do not drift"""
 ADAMW = {'lr': LEARNING_RATE, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.0, 'fused': True}
 KL_COEF = 0.05
 
@@ -35,16 +35,16 @@ class Case:
     peer: str
     method: str
     lengths: str
-    """'fixed': every response runs to the limit; 'eos': they end after a third of it on average"""
+    """'fixed': every response runs to the limit; 'eos': responses end after a third of it on average"""
     precision: str
-    """'fp32', 'bf16', or of a peer 'bf16 weights'"""
+    """'fp32', 'bf16', or 'bf16 weights' for a peer"""
     epochs: int = 1
     kl: bool = True
     model: str = ''
     """the saved Hugging Face folder both sides load"""
     device: str = 'cpu'
     sequences: int = SEQUENCES
-    """of an update and of its optimizer step"""
+    """sequences of an update and of its optimizer step"""
     prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int = NEW_TOKENS
     vocab: int = VOCAB

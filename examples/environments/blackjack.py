@@ -24,7 +24,7 @@ from chatgpt.environments.games.scores import best, random_player, score
 CARDS = 'A23456789T'
 VALUE = {'A': 1, 'T': 10} | {str(n): n for n in range(2, 10)}
 CHANCE = {card: 4 / 13 if card == 'T' else 1 / 13 for card in CARDS}
-"""of drawing a card"""
+"""probability of drawing a card"""
 
 
 class Blackjack(Game):

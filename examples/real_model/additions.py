@@ -29,8 +29,8 @@ METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=64'],
     'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
 }
-"""64 responses a phase, 8 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
-reference at once. Learning rates are the defaults"""
+"""64 responses per phase, 8 phases; the top eight of thirty layers are trained, and policy, critic and reference
+share the others. Learning rates are the defaults"""
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:

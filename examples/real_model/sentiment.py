@@ -27,8 +27,8 @@ METHODS = {
     'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
     'ppo_all': ('ppo', ['--experience_batch_size=64']),
 }
-"""64 responses a phase, 8 phases. The upper eight of thirty layers learn, or adapters, or all weights of the policy and
-of a critic of its own"""
+"""64 responses per phase, 8 phases. Trained are the top eight of thirty layers, or adapters, or all weights of the
+policy and a separate critic"""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ UPSTREAM = ('zero1', 'zero2_cpu', 'gemini_cpu')
 
 
 @pytest.mark.system
-def test_the_rehearsal_on_a_cpu(tmp_path):
+def test_a_run_on_a_cpu(tmp_path):
     names = ['device', 'tests', 'decode-gpt2', 'decode-qwen2', 'ppo-s', 'trunk-7b', 'ddp', 'fsdp_cpu', 'capacity']
     names += ['trl-1.12', *UPSTREAM, 'compiled-blocks']
     script = str(ROOT / 'benchmarks' / 'gpu_check.py')

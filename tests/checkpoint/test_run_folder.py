@@ -93,8 +93,8 @@ def test_recover(tmp_path):
 
 def test_two_runs_cannot_write_one_folder(tmp_path):
     with claim_folder(tmp_path / 'run'):
-        told = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
-        with pytest.raises(CheckpointError, match=told):
+        message = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
+        with pytest.raises(CheckpointError, match=message):
             claim_folder(tmp_path / 'run')
     claim_folder(tmp_path / 'run').release()
 

@@ -88,7 +88,7 @@ def test_prompt_response_and_end_token(plain):
     assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c<eos>'), plain)) == 'abc$'
 
 
-def test_a_begin_token_stands_where_the_tokenizer_puts_one(with_begin):
+def test_a_begin_token_is_where_the_tokenizer_puts_one(with_begin):
     assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c'), with_begin)) == '^abc$'
     assert tokenize_prompt(PromptExample(prompt='ab'), with_begin).ids.tolist() == [BOS, *ids('ab')]
 

@@ -124,7 +124,7 @@ def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, 
     error = fails(monkeypatch, capsys, *flags)
     assert f'{prompts}, line 5: ' in error  # without the flag the first bad record ends the run
     run(monkeypatch, *flags, '--skip_bad_records')
-    said = capsys.readouterr().out
-    assert f'{prompts}: 4 prompts, 2 bad ones left out ({prompts}, line 5: ' in said
-    assert f'{validation}: 1 eval prompts, 1 bad ones left out ({validation}, line 1: ' in said
-    assert f'{ptx}: 1 texts, 1 bad ones left out ({ptx}, line 2: ' in said
+    output = capsys.readouterr().out
+    assert f'{prompts}: 4 prompts, 2 bad ones left out ({prompts}, line 5: ' in output
+    assert f'{validation}: 1 eval prompts, 1 bad ones left out ({validation}, line 1: ' in output
+    assert f'{ptx}: 1 texts, 1 bad ones left out ({ptx}, line 2: ' in output

@@ -469,7 +469,7 @@ def test_state_of_a_function_does_not_change_its_description(tmp_path):
 
 
 def test_a_function_whose_file_is_not_its_source(tmp_path, monkeypatch):
-    """The source of code that is executed under the name of a page is not found."""
+    """A function without source, since its code runs under the name of a page, is described by its name."""
     (tmp_path / 'page.md').write_text('a (bracket that\nnever ends\n')
     monkeypatch.chdir(tmp_path)
     names: dict = {'__name__': 'page'}
