@@ -76,9 +76,9 @@ def real_model() -> Iterator[Quote]:
     yield page, '"score_mean": {:.3f},', [before]
     yield page, '{:.0f} of 200 answers is right', [200 * before]
     yield page, 'eval score {:.2f} → {:.3f} in 8 phases, KL {:.3f} nats', [sft, ppo, runs['ppo'][0]['kl']]
-    words = 'As it is {:.1f} % are right, after SFT {:.0f} %, after PPO {:.1f} %. The standard error of a score of 200'
+    words = 'Before training {:.1f} % are right, after SFT {:.0f} %, after PPO {:.1f} %. The standard error'
     yield page, words, [100 * before, 100 * sft, 100 * ppo]
-    yield page, 'questions is {:.1f} %,', [100 * math.sqrt(ppo * (1 - ppo) / 200)]
+    yield page, 'with 200 questions is {:.1f} %,', [100 * math.sqrt(ppo * (1 - ppo) / 200)]
     gain = harness.interval([row['score'] for row in runs['ppo']], [row['before'] for row in runs['ppo']])
     yield page, 'with three seeds it is {:.1f} ± {:.1f} %', [100 * float(part) for part in gain.split(' ± ')]
 
