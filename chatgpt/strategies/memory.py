@@ -104,14 +104,17 @@ class Layout:
     """Processes, devices, precision and optimizer of a run. `chatgpt.plan.Setup` is a subclass."""
 
     num_processes: int = 1
+    """number of processes, one per device"""
     processes_per_machine: int | None = None
-    """processes that share the memory of a host; None: all of them"""
+    """processes that share the memory of a host; none: all of them"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'fp32'
     on_cuda: bool = True
     optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
+    """adamw8bit stores its states in 8 bits, paged_adamw8bit also moves them to host memory; sgd has none"""
     fused: bool = True
     """on a GPU AdamW is torch's fused one, as from `Strategy.make_optimizer`"""
     stream_blocks: bool = False
+    """generate with blocks that are copied to the device one at a time from host memory, with strategy fsdp"""
 
     @property
     def itemsize(self) -> int:
