@@ -411,8 +411,8 @@ def methods(tree: ast.Module) -> Iterator[Finding]:
         elif isinstance(node, ast.arg):
             assigned.setdefault(node.arg, set()).add(None)
         elif isinstance(node, (ast.For, ast.comprehension, ast.withitem)):
-            target = node.optional_vars if isinstance(node, ast.withitem) else node.target
-            for inner in ast.walk(target) if target is not None else ():
+            bound = node.optional_vars if isinstance(node, ast.withitem) else node.target
+            for inner in ast.walk(bound) if bound is not None else ():
                 if isinstance(inner, ast.Name):
                     assigned.setdefault(inner.id, set()).add(None)
     known = {name: next(iter(made)) for name, made in assigned.items() if len(made) == 1 and None not in made}
