@@ -1,5 +1,4 @@
-"""The arithmetic that a PPO phase really does, counted from its modules; the device's own best at a matrix product;
-memory.
+"""FLOP of a PPO phase, counted from its modules; the device's measured peak at a matrix product; peak memory.
 
 A token through a weight matrix of n numbers costs 2n FLOP (a multiplication and an addition each); its backward pass
 costs 2n for the gradient of the activations and 2n for that of the weights (Kaplan et al. 2020, section 2.1), and
@@ -15,16 +14,15 @@ tokens:
               + E 2 N 3 (P + A)                                   a critic of its own
               4 in place of 3 with gradient checkpointing (for H: where its chunks are recomputed)
 
-E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so
-the block's last matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward
-for all, 1 for the activations' gradient from the lowest block on that holds something trained, 1 for the weights that
-are trained. Adapters are merged while generating. A reference that is the actor itself costs the same as a copy; a
-hydra's only its branch, where the actor scores anyway.
+E is the number of epochs over the phase. torch ends a block's recomputation at the last tensor that its backward pass
+needs, so the block's last matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 splits into 1
+for the forward pass, 1 for the activations' gradient from the lowest trained block up, and 1 for the trained weights.
+Adapters are merged while generating. A reference that is the actor itself costs the same as a copy; a hydra's costs
+only its branch where the actor scores anyway.
 
-Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
-embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of
-what enters the lowest block's first matrices. It agrees with torch's own count of
-a run (`torch.utils.flop_counter`).
+Not counted: attention scores (4 · length · width per block and token, a few per cent at 512 tokens), embeddings (a
+lookup), norms, heads with one output, the optimizer. Counted though not computed: with LoRA, the gradient of the inputs
+of the lowest block's first matrices. The count agrees with `torch.utils.flop_counter`.
 """
 
 from __future__ import annotations
@@ -39,32 +37,32 @@ PARTS = ('collect', 'score', 'learn')
 
 @dataclass(frozen=True)
 class Matrices:
-    """Numbers in the weight matrices of one model."""
+    """Sizes of the weight matrices of one model."""
 
     blocks: int
-    """inside the blocks, adapters included"""
+    """numbers inside the blocks, with adapters"""
     adapters: int = 0
     through: int = 0
-    """those whose activations get a gradient"""
+    """numbers of matrices that get a gradient of their activations"""
     trained: int = 0
     spared: int = 0
-    """of those, what recomputation leaves out: the last of each block"""
+    """of these, the last matrix of each block, which is not recomputed"""
     head: int = 0
     head_trained: bool = False
 
     def forward(self, tokens: int, heads: int = 0, *, merged: bool = False) -> int:
-        """FLOP of a forward of `tokens` tokens, `heads` of which go through the output head."""
+        """Returns the FLOP of a forward pass of `tokens` tokens, `heads` of them through the output head."""
         return 2 * (self.blocks - (self.adapters if merged else 0)) * tokens + 2 * self.head * heads
 
     def learn(self, tokens: int, heads: int = 0, *, checkpointing: bool = False, head_again: bool = False) -> int:
-        """FLOP of a forward and a backward."""
+        """Returns the FLOP of a forward and a backward pass."""
         per_token = self.blocks + self.through + self.trained + (self.through - self.spared if checkpointing else 0)
         per_head = self.head * (2 + self.head_trained + head_again)
         return 2 * per_token * tokens + 2 * per_head * heads
 
 
 def matrices(module: Any) -> Matrices:
-    """Count a model as it was built, before `prepare` cuts it."""
+    """Counts the matrices of a model before `prepare` shards it."""
     from chatgpt.nn import Actor, lora
     from chatgpt.strategies.streaming import transformer_blocks
 
@@ -87,7 +85,7 @@ def matrices(module: Any) -> Matrices:
 
 @dataclass(frozen=True)
 class Models:
-    """The networks of a run. None: it has none (a critic on the actor's trunk, a reward that is a function)."""
+    """The networks of a run; None for one that it does not have (a critic on the actor's trunk, a reward function)."""
 
     actor: Matrices
     critic: Matrices | None
@@ -95,8 +93,7 @@ class Models:
     reward: Matrices | None
     reference_is_actor: bool = False
     reference_branch: int = 0
-    """of a hydra: numbers in the frozen copies of its top blocks, which are all that a reference costs where the policy
-    is run anyway"""
+    """hydra: numbers in the frozen copies of its top blocks, the cost of a reference where the policy runs anyway"""
 
 
 def phase_flop(
@@ -110,7 +107,7 @@ def phase_flop(
     checkpointing: bool = False,
     head_again: bool = False,
 ) -> dict[str, float]:
-    """FLOP of each part of a phase, all ranks together; formulas at the head of this file."""
+    """Returns the FLOP of each part of a phase, summed over ranks, by the formulas at the top of this file."""
     tokens = prompt + response
     actor = models.actor
     score = sum(m.forward(tokens) for m in (models.critic, models.reward) if m is not None)
@@ -133,8 +130,8 @@ def phase_flop(
 
 
 def matmul_peak(device: Any, dtype: Any) -> float:
-    """FLOP/s of the fastest of several square matrix products in `dtype`, random numbers, as the process is set up
-    (TF32 or not)."""
+    """Returns the FLOP/s of the fastest of several square products of random matrices in `dtype`, with the process's
+    TF32 setting."""
     import torch
 
     best = _best_product(device, dtype)
@@ -161,7 +158,7 @@ def _best_product(device: Any, dtype: Any) -> float:
 
 
 class MemoryMeter:
-    """Peaks of this process from now on: torch's allocator on CUDA, resident memory of the host."""
+    """Peak memory of this process since construction: torch's allocator on CUDA, resident memory on the host."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -170,7 +167,7 @@ class MemoryMeter:
         self.start = process_memory()
 
     def restart_device(self) -> None:
-        """Forget the device's peak; the host's stays."""
+        """Resets the device's peak and keeps the host's."""
         import torch
 
         if self.device.type == 'cuda':
@@ -178,7 +175,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def read(self) -> dict[str, int]:
-        """`peak` is what counts as the device's memory: allocated on CUDA, resident above the start on a CPU."""
+        """Returns the peaks in bytes. `peak` is the device's: allocated on CUDA, resident above the start on a CPU."""
         import torch
 
         now = process_memory()
@@ -189,7 +186,7 @@ class MemoryMeter:
         }
         if self.device.type != 'cuda':
             return {'peak': host['host_peak_over_start'], **host}
-        # what cudaHostAlloc has given is not part of the process's resident memory; older torch does not count it
+        # resident memory excludes what cudaHostAlloc allocates, which older torch does not count
         pinned = torch.cuda.host_memory_stats() if hasattr(torch.cuda, 'host_memory_stats') else {}
         return {
             'peak': torch.cuda.max_memory_allocated(self.device),

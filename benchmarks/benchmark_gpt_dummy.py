@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=8 benchmarks/benchmark_gpt_dummy.py --model xl --strategy colossalai_zero2
 
 Prints throughput, TFLOPS per device and their share of the device's own matrix product, seconds of each part of a
-phase, and peak memory; the formulas of the FLOP stand in arithmetic_done.py. Actor, critic, initial model and reward
+phase, and peak memory; the FLOP formulas are in arithmetic_done.py. Actor, critic, initial model and reward
 model have the same size.
 """
 

@@ -4,11 +4,11 @@
     python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 16 --max_length 32 \\
         --json benchmarks/results/capacity/cpu-512MiB.json --page
 
-A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and
-activations in memory at once. Every rung is a process of its own, and the cap is enforced, so that a
-large GPU stands in for a consumer one and running out of memory ends one rung and not the sweep. `chatgpt.plan` says
-where to begin; from there the sweep goes up until a rung fails, or down until one trains. Rungs that the planner holds
-for hopeless (--hopeless times the cap) are not tried; where it and the measurement disagree is part of the result.
+A rung passes if one PPO phase of two epochs completes: rollout, scoring, and optimizer steps with states, gradients and
+activations in memory at once. Each rung runs in its own process and the cap is enforced, so that a large GPU can act as
+a consumer one and running out of memory ends one rung and not the sweep. The sweep starts at the rung that
+`chatgpt.plan` proposes and goes up until a rung fails, or down until one trains. Rungs that are planned at more than
+--hopeless times the cap are not tried; the result lists where the planner and the measurement disagree.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         'reward': 'function',
     },
 }
-"""what each changes in a run; a max_tokens_per_batch of 1 stands for one sequence"""
+"""settings that each option changes; a max_tokens_per_batch of 1 means one sequence"""
 ON_CUDA = (
     'naive',
     'fsdp_cpu',
@@ -56,16 +56,16 @@ ON_CUDA = (
     'colossalai_gemini',
     'colossalai_gemini_cpu',
 )
-ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading has nowhere to go
+ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading to a host needs a device
 ON_CPU_ALONE = RETURNS | {'CUDA_VISIBLE_DEVICES': '', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '0'}
-"""a child's variables, with which its resident memory is what it holds and not what glibc keeps for later"""
+"""environment of a child on a CPU, so that its resident memory is the memory in use"""
 TELLS = 3000
-"""characters of a child's output that are kept where it fails"""
+"""characters of a failed child's output that are kept"""
 
 
 @dataclass
 class Cap:
-    """What the sweep allows."""
+    """The memory limits of the sweep."""
 
     memory: int
     host_memory: int | None
@@ -84,13 +84,13 @@ class Row:
     """rung -> outcome, with `planned` and `planner_fits`"""
     rung: str | None = None
     parameters: int = 0
-    """of the actor"""
+    """number of parameters of the actor"""
     limit: str | None = None
-    """what stopped the next rung"""
+    """limit that stopped the next rung"""
     limit_at: str | None = None
 
     def disagreements(self) -> list[str]:
-        """Rungs of which the planner said something else than what came out, as sentences."""
+        """Returns a sentence for each rung where the plan differs from the outcome."""
         found = []
         for rung, outcome in self.tried.items():
             says, came = outcome['planner_fits'], outcome['trained']
@@ -101,7 +101,7 @@ class Row:
 
 
 def one_phase(precision: Any, batch_size: int, prompt_length: int, max_length: int) -> DummyRun:
-    """What a rung has to do."""
+    """Returns the settings of the phase that a rung must complete."""
     short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
     sizes = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
     return DummyRun(precision=precision, prompt_length=prompt_length, max_length=max_length, **short, **sizes)
@@ -121,7 +121,7 @@ class Sweep:
         return replace(self.base, strategy=strategy, **changed)
 
     def plan(self, settings: DummyRun, rung: str) -> tuple[int | None, bool | None]:
-        """The planner's bytes of what the cap is on, and whether they fit; None where it cannot say."""
+        """Returns the planned bytes of the capped memory and True if they fit; None where the planner cannot tell."""
         config = ladders.config(self.ladder, rung, settings.max_length)
         # a strategy that can stream blocks does so when a full copy would take most of the device
         streams = self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
@@ -140,7 +140,7 @@ class Sweep:
         return device, fits
 
     def measure(self, settings: DummyRun, rung: str) -> dict[str, Any]:
-        """Let a child train the rung."""
+        """Trains the rung in a child process and returns its outcome."""
         with tempfile.TemporaryDirectory(prefix='capacity-') as folder:
             out = Path(folder, 'outcome.json')
             spec = {'settings': asdict(settings), 'ladder': self.ladder, 'rung': rung, 'out': str(out)}
@@ -159,14 +159,14 @@ class Sweep:
                 return {'trained': False, 'limit': 'time', 'message': f'it took longer than {self.cap.timeout_s:g} s'}
             if out.is_file():
                 return json.loads(out.read_text())
-            # SIGKILL is the system out of memory; SIGABRT an allocation in C++ that nothing could answer; SIGSEGV,
-            # under a tight cap on a CPU, is oneDNN without room for the code that it makes
+            # SIGKILL: the system is out of memory; SIGABRT: an allocation in C++ failed; SIGSEGV: under a tight cap on
+            # a CPU, oneDNN has no memory for the code that it generates
             signals = (-9, -6) if self.cap.on_cuda else (-9, -6, -11)
             limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in signals else None
             return {'trained': False, 'limit': limit, 'message': f'exit {child.returncode}: {child.stdout[-TELLS:]}'}
 
     def row(self, strategy: str, option: str) -> Row:
-        """The largest rung that trains with this strategy and option."""
+        """Returns the row with the largest rung that trains with this strategy and option."""
         row, settings = Row(strategy, option), self.settings(strategy, option)
         plans: dict[str, tuple[int | None, bool | None]] = {}
         for rung in self.rungs:
@@ -184,7 +184,7 @@ class Sweep:
                 row.limit, row.limit_at = f'planned {show_bytes(planned)}', rung
                 break
             outcome = row.tried[rung] = self.measure(settings, rung) | {'planned': planned, 'planner_fits': fits}
-            tell(row, rung, outcome)
+            print_outcome(row, rung, outcome)
             if outcome['trained']:
                 row.rung, row.parameters = rung, outcome['parameters']['actor']
                 if step < 0:
@@ -199,7 +199,7 @@ class Sweep:
         return row
 
 
-def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
+def print_outcome(row: Row, rung: str, outcome: dict[str, Any]) -> None:
     if outcome['trained']:
         text = f'trains, peak {show_bytes(outcome["peak"])}'
     else:
@@ -212,13 +212,13 @@ def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
 
 
 def cap_process(extra: int) -> None:
-    """Let this process take `extra` bytes of private memory more than it has now."""
+    """Limits this process to `extra` bytes of private memory more than it has now."""
     limit = process_memory().get('VmData', 0) + extra
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def cap_allocator(memory: int, device: Any) -> None:
-    """Let torch's allocator have `memory` bytes of the device, and whoever asks for its free memory be told so."""
+    """Limits torch's allocator to `memory` bytes of the device, and reports that limit as the device's memory."""
     total = torch.cuda.get_device_properties(device).total_memory
     if memory > total:
         raise ValueError(f'memory={memory} is more than the {total} bytes that the device has')
@@ -227,25 +227,25 @@ def cap_allocator(memory: int, device: Any) -> None:
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return max(memory - torch.cuda.memory_reserved(device), 0), memory
 
-    torch.cuda.mem_get_info = mem_get_info  # the strategies decide by it what to stream and to offload
+    torch.cuda.mem_get_info = mem_get_info  # strategies read it to decide what to stream and offload
 
 
 def cap_cuda(memory: int, device: Any) -> None:
-    """Make the device look and behave as one of `memory` bytes."""
+    """Makes the device look and behave like one with `memory` bytes."""
     cap_allocator(memory, device)
     try:
         from colossalai.legacy.utils.memory import colo_set_process_memory_fraction
     except ImportError:
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    colo_set_process_memory_fraction(memory / total)  # Gemini's own record of the same
+    colo_set_process_memory_fraction(memory / total)  # Gemini keeps its own limit
 
 
 def outcome_of(error: BaseException, on_cuda: bool) -> dict[str, Any]:
-    """Which limit an exception means; `limit` is None where it is not about memory."""
+    """Returns the limit that caused an exception; `limit` is None if it is not about memory."""
     text = ' '.join(str(error).split())
     words = text.lower()
-    # the last two are oneDNN's, which says no more
+    # the last two messages are oneDNN's
     host_words = (
         "can't allocate memory",
         'cannot allocate memory',
@@ -301,24 +301,24 @@ def attempt(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def child(spec: dict[str, Any]) -> None:
-    """One rung trains one PPO phase under a cap on memory; a process that is killed writes no outcome.
+    """Trains one PPO phase of a rung under a memory cap; a process that is killed writes no outcome.
 
-    On CUDA the device's cap is the limit of torch's allocator, so memory that it does not manage (the CUDA context, NCCL's
-    buffers) is not counted; what asks the device for its free memory is told of the cap. The host's is RLIMIT_DATA, and
-    pinned memory, which that limit does not see, is added up afterwards. On a CPU there is one cap, RLIMIT_DATA, above what
-    the process holds before any model exists.
+    On CUDA the device's cap limits torch's allocator, so memory outside it (the CUDA context, NCCL's buffers) is not
+    counted, and the device reports the cap as its memory. The host's cap is RLIMIT_DATA; pinned memory, which it
+    does not cover, is added afterwards. On a CPU the only cap is RLIMIT_DATA, above what the process holds before any
+    model exists.
     """
     done = attempt(spec)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)
     write_json(Path(spec['out']), done)
-    os._exit(0)  # after a failed allocation, teardown can only go wrong
+    os._exit(0)  # teardown can crash after a failed allocation
 
 
 # ---------------------------------------------------------------------- tables
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One row per strategy and option. The ratio is to the first row that trained anything."""
+    """Returns a row per strategy and option; the ratio is to the first row that trained a rung."""
     base = next((r['parameters'] for r in rows if r['parameters']), 0)
     found = []
     for r in rows:
@@ -332,7 +332,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def planner_table(rows: list[dict[str, Any]]) -> str:
-    """planned / measured - 1 of the peaks of the rungs that trained, and where the planner was wrong about whether one fits."""
+    """Returns planned / measured - 1 of the peaks of trained rungs, and the rungs whose fit was predicted wrongly."""
     found = []
     for strategy in dict.fromkeys(r['strategy'] for r in rows):
         outcomes = [o for r in rows if r['strategy'] == strategy for o in r['tried'].values() if o['trained']]
@@ -340,20 +340,23 @@ def planner_table(rows: list[dict[str, Any]]) -> str:
         if errors:
             found.append([strategy, len(errors), *(f'{error:+.0%}' for error in spread(errors).values())])
     wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in rows if r['disagreements']]
-    said = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
-    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *said])
+    notes = ['Where planner and measurement disagree on whether a rung fits:', '', *wrong] if wrong else []
+    return '\n'.join([markdown('strategy | rungs | least | median | greatest', found), '', *notes])
 
 
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
-    parser.add_argument('--memory', type=parse_bytes, default='24GiB', help='of the device, such as 24GiB')
+    parser.add_argument('--memory', type=parse_bytes, default='24GiB', help='memory of the device, such as 24GiB')
     parser.add_argument(
-        '--host_memory', type=parse_bytes, help='of the machine, such as 64GiB; on a CPU --memory is all there is'
+        '--host_memory', type=parse_bytes, help='memory of the host, such as 64GiB; on a CPU only --memory counts'
     )
     parser.add_argument('--device', choices=('auto', 'cuda', 'cpu'), default='auto')
     parser.add_argument('--ladder', choices=tuple(ladders.FAMILIES), default='gpt')
     parser.add_argument(
-        '--strategies', nargs='+', choices=STRATEGIES, help='default: those of one process that differ on the device'
+        '--strategies',
+        nargs='+',
+        choices=STRATEGIES,
+        help='default: strategies of one process that differ on the device',
     )
     parser.add_argument('--options', nargs='+', choices=tuple(OPTIONS), default=list(OPTIONS))
     parser.add_argument('--precision', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')
@@ -363,9 +366,9 @@ def parse_args() -> Any:
     parser.add_argument(
         '--hopeless', type=float, default=1.5, help='rungs planned at more than this many times the cap are not tried'
     )
-    parser.add_argument('--timeout_s', type=float, default=600.0, help='for one rung')
+    parser.add_argument('--timeout_s', type=float, default=600.0, help='time limit of a rung')
     parser.add_argument(
-        '--json', type=Path, metavar='FILE', help='results, of which rows that are there are not made again'
+        '--json', type=Path, metavar='FILE', help='results; rows that the file holds are not measured again'
     )
     parser.add_argument('--page', action='store_true', help='write the tables into docs/results/capacity.md')
     parser.add_argument('--child', type=json.loads, help=argparse.SUPPRESS)
@@ -394,7 +397,7 @@ def main() -> None:
             if (strategy, option) not in done:
                 row = sweep.row(strategy, option)
                 content['rows'].append(asdict(row) | {'disagreements': row.disagreements()})
-                if args.json:  # after every row: a sweep that is ended leaves what it found
+                if args.json:  # after every row, so that an interrupted sweep keeps its results
                     write_json(args.json, content)
     rows = content['rows']
     print(f'\n{table(rows)}\n\n{planner_table(rows)}')

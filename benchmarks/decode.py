@@ -1,17 +1,16 @@
-"""The local engine's ways to decode, side by side on the same model, prompts and draws: plain calls, steps of fixed shape
-(CUDA graphs on a GPU), compiled steps, and the forms of attention; on a GPU each with and without cuDNN's attention.
+"""Compares the local engine's decoding modes on the same model, prompts and random numbers: plain calls, steps of fixed
+shape (CUDA graphs on a GPU), compiled steps, and attention kernels; on a GPU each with and without cuDNN's attention.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --layers 12 --width 768 --heads 12 --vocab 50257 --rounds 2 --json out.json
     python benchmarks/decode.py --device cuda --precision bf16 --shape qwen2-1.5b --batch 64 --prompt 64 --new 512
 
-One thread, random weights, fixed lengths. Rounds alternate A B C A B C; a ratio is taken within a round, against the
-plain way. On a CPU times are CPU seconds, on a GPU wall seconds. `first_s` is the first phase, `begin` included, with
-all that is compiled or captured; `phase_s` a whole later one, from `begin` to `end`, by an engine that keeps. What the
-tokens are drawn with differs by rounding only: `max_logprob_difference` says by how much, up to the first token that is
-another.
+One thread, random weights, fixed lengths. Rounds alternate A B C A B C; a ratio is taken within a round, against plain
+calls. Times are CPU seconds on a CPU and wall seconds on a GPU. `first_s` is the first phase, with `begin`, compilation
+and capture; `phase_s` a later one from `begin` to `end`, with an engine that keeps its state. Log-probs differ by
+rounding only: `max_logprob_difference` is the largest difference up to the first token that differs.
 
-`measure_decode(device)` is the same for other programs.
+Other programs call `measure_decode(device)`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def config_of(shape: str, **sizes: int) -> Any:
 
 
 def difference(found: list[Sample], want: list[Sample]) -> tuple[float, float]:
-    """The largest of log-probs up to the first token that is another, and the share of tokens before it."""
+    """Returns the largest log-prob difference up to the first token that differs, and the share of tokens before it."""
     largest, same, total = 0.0, 0, 0
     for a, b in zip(found, want, strict=True):
         other = (a.response_ids != b.response_ids).nonzero().flatten().tolist()
@@ -88,11 +87,10 @@ def measure_decode(
     ways: Sequence[str] | None = None,
     left_s: Callable[[], float] = lambda: float('inf'),
 ) -> dict[str, Any]:
-    """By way of decoding: tokens per second, seconds of the first and of a later phase, ratio to the plain one.
+    """Returns for each mode: tokens per second, seconds of the first and of a later phase, ratio to plain calls.
 
-    A way that the device or the model does not have is there with the reason in `not`. On CUDA the names ending in
-    '+cudnn' are with cuDNN's attention where shapes are fixed. left_s: seconds until the caller's budget ends; ways are
-    not begun with less than a minute of them.
+    An unsupported mode has the reason under `not`. On CUDA, names ending in '+cudnn' use cuDNN's attention at fixed
+    shapes. left_s: returns the seconds left of the caller's budget; no mode starts with less than a minute.
     """
     on_cuda = torch.device(device).type == 'cuda'
     config = config_of('gpt2') if config is None else config
@@ -101,7 +99,7 @@ def measure_decode(
         model: Any = AutoModelForCausalLM.from_config(config, dtype=PRECISIONS[precision]).eval()
     actor = Actor(model.requires_grad_(False))
     ids = torch.randint(2, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1))
-    prompts = [Prompt(ids=row[: prompt - i % 8]) for i, row in enumerate(ids)]  # ragged, as prompts are
+    prompts = [Prompt(ids=row[: prompt - i % 8]) for i, row in enumerate(ids)]  # lengths vary, as in real prompts
     sampling = SamplingParams(max_new_tokens=new, min_new_tokens=new)
     clock = time.perf_counter if on_cuda else time.process_time
 
@@ -110,7 +108,7 @@ def measure_decode(
         engine.begin(actor)
         start = clock()
         samples = engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(batch)))
-        end = clock()  # the samples are on the CPU: nothing is under way
+        end = clock()  # the samples are on the CPU, so the device has finished
         engine.end()
         return clock() - begin, end - start, samples
 
@@ -170,7 +168,7 @@ def measure_decode(
 
 @contextmanager
 def cudnn_attention(on: bool) -> Iterator[None]:
-    """Inside, torch may take cuDNN's attention, or not."""
+    """Enables or disables cuDNN's attention in torch."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(on)
     try:
@@ -198,7 +196,7 @@ def main() -> None:
     parser = script_parser(__doc__, 'speed.md')
     parser.add_argument('--shape', choices=['gpt2', 'qwen2-1.5b'], default='gpt2')
     for name in SIZES:
-        parser.add_argument(f'--{name}', type=int, help="in place of the shape's own")
+        parser.add_argument(f'--{name}', type=int, help="replaces the shape's value")
     for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 5)):
         parser.add_argument(f'--{name}', type=int, default=default)
     parser.add_argument('--device', default='cpu')

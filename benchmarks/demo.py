@@ -1,10 +1,9 @@
-"""The demo with its settings and with those it had before: win rate by the truth, and how much its stories repeat.
+"""Compares the demo's settings with its earlier ones: true win rate, and repetition in its stories.
 
     python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER]
 
-Each row of `SETTINGS` is the whole of examples/demo.py for each seed, in a folder of its own under --runs; what is
-there already is not run again. Writes the table of the page, what the doctor says of the runs, and stories of both,
-between the page's two marks.
+Runs examples/demo.py for each row of `SETTINGS` and each seed, in a folder under --runs; runs in that folder are not
+repeated. Writes the table, the doctor's findings and stories of both settings between the page's two marks.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ COLUMNS = {
 
 
 def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
-    """One run of the demo, or what it left there."""
+    """Returns the numbers of one run of the demo, which runs if they are not in `folder`."""
     path = folder / 'measured.json'
     if not path.exists():
         preferences, settings = SETTINGS[name]
@@ -70,14 +69,14 @@ def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
         (accuracy, (numbers, stories)), spent = timed(train)
         numbers |= {'accuracy': accuracy, 'cpu': spent['cpu_s']}
         kls = [row['rollout/kl_mean'] for row in RunFolder(folder / 'ppo_run').metrics]
-        told = [row['text'] for row in stories if row[''] == 'PPO']
-        write_json(path, numbers | {'kl': mean(kls[-5:]), 'stories': told})
+        responses = [row['text'] for row in stories if row[''] == 'PPO']
+        write_json(path, numbers | {'kl': mean(kls[-5:]), 'stories': responses})
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def findings(folder: Path) -> str:
-    """What the doctor says of the three stages of a run."""
+    """Returns the doctor's findings for the three stages of a run."""
     found = [
         f'{stage}: `{one.key}` at phase {one.step}, {one.evidence}'
         for stage in ('sft', 'reward_model', 'ppo')
@@ -87,7 +86,7 @@ def findings(folder: Path) -> str:
 
 
 def table(runs: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """A row for each run and, under those of a setting, the mean and the spread of its seeds."""
+    """Returns a row for each run and, below those of a setting, the mean and spread over its seeds."""
     rows = []
     for name, by_seed in runs.items():
         for seed, numbers in by_seed.items():
@@ -108,15 +107,15 @@ def main() -> None:
     quiet_transformers()
     torch.set_num_threads(1)
     runs: dict[str, dict[int, dict[str, Any]]] = {}
-    told = []
+    lines = []
     for name in SETTINGS:
         folder = args.runs / name.replace(',', '').replace(' ', '_')
         runs[name] = {seed: measure(folder / f'seed-{seed}', name, seed) for seed in args.seeds}
-        told += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
-        told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
-        told += ['', 'The doctor says:', '']
-        told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
-    write_page('demo.md', measured='\n'.join([table(runs), *told]))
+        lines += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
+        lines += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
+        lines += ['', 'The doctor says:', '']
+        lines += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
+    write_page('demo.md', measured='\n'.join([table(runs), *lines]))
 
 
 if __name__ == '__main__':

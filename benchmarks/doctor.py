@@ -1,12 +1,12 @@
-"""What the doctor says of good runs, and which planted faults it finds.
+"""The doctor's findings on good runs and on runs with a planted fault.
 
     python benchmarks/doctor.py --model stories260K --stories stories.txt --reviews movie_reviews.jsonl \\
         --prompts prompts.jsonl [--seeds 1 2 3] [--runs outputs/doctor] [--only demo faults ...]
     python benchmarks/doctor.py --page [--runs outputs/doctor]
 
-Good runs are the tasks of the other benchmarks with their settings, shortened; faults are tiny runs
-with one thing wrong, and the same runs without it (`doctor_faults.py`). What is in --runs already is not run again;
---page only looks at it. Writes docs/results/doctor.md: every finding, exactly as it was.
+Good runs are the tasks of the other benchmarks, shortened; faults are tiny runs with one fault, and the same runs
+without it (`doctor_faults.py`). Runs in --runs are not repeated, and --page only reads them. Writes every finding, word
+for word, into docs/results/doctor.md.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SEEDS = (1, 2, 3)
 
 
 def example(script: str, *flags: str) -> None:
-    """A script of examples/, in a process of its own."""
+    """Runs a script of examples/ in its own process."""
     subprocess.run([sys.executable, str(ROOT / 'examples' / f'{script}.py'), *flags], check=True)
 
 
 def demo(folder: Path, seed: int, files: Namespace) -> None:
-    """The three stages of examples/demo.py, whole."""
+    """Runs the three stages of examples/demo.py in full."""
     example('demo', '--out', str(folder), '--seed', str(seed))
 
 
 def preference(folder: Path, seed: int, files: Namespace) -> None:
-    """SFT, and four losses on its model, as preference.py has them."""
+    """Trains SFT and, from its model, four losses as in preference.py."""
     import preference as task
 
     from chatgpt.launch import demo_world
@@ -53,7 +53,7 @@ def preference(folder: Path, seed: int, files: Namespace) -> None:
 
 
 def randomwalks(folder: Path, seed: int, files: Namespace) -> None:
-    """PPO and GRPO from a model that knows the walks, and ILQL: 60 optimizer steps in place of 160, 120 of 200."""
+    """Trains PPO and GRPO from a model trained on the walks (60 optimizer steps, not 160), and ILQL (120, not 200)."""
     import randomwalks as task
 
     task.STEPS = 60
@@ -63,7 +63,7 @@ def randomwalks(folder: Path, seed: int, files: Namespace) -> None:
 
 
 def stories(folder: Path, seed: int, files: Namespace) -> None:
-    """Words of joy on a real model, 30 phases in place of 40."""
+    """Rewards words of joy on a real model, for 30 phases and not 40."""
     import stories as task
 
     task.SETTINGS['max_timesteps'] = 30
@@ -71,7 +71,7 @@ def stories(folder: Path, seed: int, files: Namespace) -> None:
 
 
 def three_stages(folder: Path, seed: int, files: Namespace) -> None:
-    """SFT for 60 steps in place of two epochs, the whole epoch of the reward model, PPO for 20 phases of 40."""
+    """Trains SFT (60 steps, not two epochs), a reward model (a whole epoch), and PPO (20 phases of 40)."""
     from_seed = f'--seed={seed}'
     example(
         'train_sft', str(files.stories), '--pretrain', str(files.model), '--save_path', str(folder / 'sft'),
@@ -105,7 +105,7 @@ def make_good(folder: Path, name: str, seed: int, files: Namespace) -> None:
 
 
 def make_faulty(folder: Path) -> None:
-    """Each fault, and each run without it once, for several faults have the same."""
+    """Runs each fault, and each run without it once, since several faults share one."""
     made: dict[object, Path] = {}
     for name, fault in FAULTS.items():
         for which, make in (('planted', fault.planted), ('without', fault.without)):
@@ -120,12 +120,12 @@ def make_faulty(folder: Path) -> None:
 
 
 def found_in(folder: Path) -> tuple[int, list[Finding]]:
-    """Phases and findings of a run, which said the same while it went on."""
+    """Returns the number of phases of a run, and its findings, the same as during the run."""
     run = RunFolder(folder)
     return run.phase, diagnose(run)
 
 
-def told(findings: list[Finding]) -> str:
+def findings_text(findings: list[Finding]) -> str:
     return cell('; '.join(f'{f.key} ({f.level}, phase {f.step}: {f.evidence})' for f in findings)) or 'none'
 
 
@@ -134,19 +134,19 @@ def cell(text: str) -> str:
 
 
 def good_table(folder: Path) -> tuple[str, int, int]:
-    """With the number of runs and that of findings."""
+    """Returns the table, the number of runs and the number of findings."""
     rows, num_findings = [], 0
     for path in sorted(folder.glob('*/*/*/metrics.jsonl'), key=lambda p: (p.parts[-4], p.parts[-2], p.parts[-3])):
         task, seed, run = path.parts[-4:-1]
         if task in GOOD and (path.parents[1] / DONE).exists():
             phases, findings = found_in(path.parent)
             num_findings += len(findings)
-            rows.append([task, run, seed, phases, told(findings)])
+            rows.append([task, run, seed, phases, findings_text(findings)])
     return markdown('task | run | seed | phases | findings', rows), len(rows), num_findings
 
 
 def fault_table(folder: Path) -> tuple[str, int, int, int]:
-    """With the number of faults, of those found, and of runs in which it was found without the fault."""
+    """Returns the table and the numbers of faults, of found faults, and of findings in runs without the fault."""
     rows, num_found, num_false = [], 0, 0
     for name, fault in FAULTS.items():
         key, path = key_of(name), name.replace(' ', '_')
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='+', default=list(SEEDS))
     parser.add_argument('--runs', type=Path, default=ROOT / 'outputs' / 'doctor')
     parser.add_argument('--only', nargs='+', choices=[*GOOD, FAULTY], default=[FAULTY, *GOOD])
-    parser.add_argument('--page', action='store_true', help='make no runs')
+    parser.add_argument('--page', action='store_true', help='run nothing; write the page from --runs')
     args = parser.parse_args()
     if not args.page:
         if None in (args.model, args.stories, args.reviews, args.prompts):

@@ -1,7 +1,6 @@
-"""Planted faults for `doctor.py`: tiny runs, a second or two each, every one with one thing wrong.
+"""Planted faults for `doctor.py`: tiny runs of a second or two, each with one fault.
 
-`FAULTS` has for each finding of the doctor the run with the fault and the same run without it. Left out: what the
-doctor says of them.
+`FAULTS` maps each finding of the doctor to the run with the fault and the same run without it.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ VOCAB, END, GOOD = 16, 2, 7
 
 class Fault(NamedTuple):
     planted: Callable[[Path], Any]
-    """makes the run with the fault in a folder"""
+    """runs the fault in a folder"""
     without: Callable[[Path], Any]
-    """the same run without it, in which the finding must not be"""
+    """the same run without the fault, which must not have the finding"""
     about: str
 
 
 # ---------------------------------------------------------------------- rewards: modules that need no text
 
 
-class OfResponses(nn.Module):
-    """A reward model of token ids: `score(ids)` of each response, (B,)."""
+class ResponseReward(nn.Module):
+    """A reward model that returns `score(ids)` of each response, shape (B,)."""
 
     def __init__(self, score: Callable[[torch.Tensor], float]) -> None:
         super().__init__()
@@ -62,24 +61,24 @@ def good_share(ids: torch.Tensor) -> float:
 
 
 def spread(ids: torch.Tensor) -> float:
-    """A score without two equal ones, that nothing can be learned from."""
+    """Returns a score that differs between responses and that nothing can be learned from."""
     return float((ids.double() * torch.arange(1, len(ids) + 1)).sum().sin())
 
 
-class Company(OfResponses):
-    """Sees how many responses are in a batch."""
+class BatchSizeReward(ResponseReward):
+    """A reward that depends on the number of responses in the batch."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         return super().forward(batch) + 0.01 * batch.num_sequences
 
 
 def outlier(ids: torch.Tensor) -> float:
-    """A thousand more where a response begins with a certain token."""
+    """Returns a score that is 1000 higher if the response begins with a certain token."""
     return spread(ids) + 1000.0 * float(ids[0] == GOOD)
 
 
-class Bursts(OfResponses):
-    """A thousand times the score in every second phase, from the thirteenth on."""
+class Bursts(ResponseReward):
+    """A reward that is multiplied by 1000 in every second phase from the thirteenth on."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         scores = super().forward(batch)
@@ -112,8 +111,10 @@ def online(
     sharp: float = 1.0,
     **settings: Any,
 ) -> None:
-    """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response. `sharp`
-    multiplies the embedding, which is the head too: 1 is a policy near uniform, 60 one with habits."""
+    """Trains a policy of 7,000 parameters with PPO on token ids; the score is the share of one token in a response.
+
+    sharp: multiplies the embedding, which is also the head: 1 gives a nearly uniform policy, 60 a peaked one.
+    """
     config = tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=64)
     with (DDPStrategy if ddp else NaiveStrategy)(seed=0) as ranks, warnings.catch_warnings():
         warnings.simplefilter('ignore' if quiet else 'always')
@@ -125,7 +126,7 @@ def online(
             ranks,
             actor,
             values,
-            reward or OfResponses(score),
+            reward or ResponseReward(score),
             deepcopy(actor),
             optimizer=partial(AdamW, lr=lr, eps=1e-5),
             critic_optimizer=partial(AdamW, lr=critic_lr, eps=1e-5),
@@ -137,8 +138,8 @@ def online(
         trainer.fit(given if given is not None else prompts(), 1, phases, 1)
 
 
-def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
-    """SFT of random tokens: nothing in them holds for others."""
+def memorised(folder: Path, eval_same: bool = False) -> None:
+    """Trains SFT on random tokens, which can only be memorised."""
     generator = torch.Generator().manual_seed(3)
     train, others = ([random_sequence(generator, 1, 11, VOCAB) for _ in range(num)] for num in (8, 32))
     settings = {'train_batch_size': 8, 'max_epochs': 24, 'log_interval': 1, 'run_dir': folder}
@@ -149,7 +150,7 @@ def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
 
 
 def reward_model(folder: Path, lr: float) -> None:
-    """The demo's reward model, of a quarter of a million parameters, from new weights."""
+    """Trains the demo's reward model, a quarter of a million parameters, from new weights."""
     tokenizer = demo_world.demo_tokenizer()
     pairs, _ = load_preferences(demo_world.demo_preferences(480, seed=0), tokenizer)
     with NaiveStrategy(seed=0, device='cpu') as strategy:
@@ -165,7 +166,7 @@ def text_prompts(room: int | None) -> Any:
 
 
 class OtherPolicy(LocalEngine):
-    """Log-probs as of an engine whose weights are stale."""
+    """An engine that returns log-probs of stale weights."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         samples = super().generate(*args, **kwargs)
@@ -175,7 +176,7 @@ class OtherPolicy(LocalEngine):
 
 
 class SlowOn1(LocalEngine):
-    """Rank 1 takes longer for its share."""
+    """An engine that is slower on rank 1."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class SlowOn1(LocalEngine):
 
 
 def as_rank(folder: str, slow: bool) -> None:
-    """Of two processes, under DDP."""
+    """Runs one of two ranks under DDP."""
     rank = int(os.environ['RANK'])
     online(Path(folder), phases=6, ddp=True, engine=SlowOn1(rank) if slow else None)
 
@@ -200,7 +201,7 @@ def on_two_ranks(folder: Path, slow: bool) -> None:
 
 
 class Sleeps(Callback):
-    """A callback of the user's that takes its time."""
+    """A slow callback of the user."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -209,8 +210,8 @@ class Sleeps(Callback):
         time.sleep(self.seconds)
 
 
-def wanting(value: Callable[[float], float]) -> list[Any]:
-    """An evaluation that values shares of the good token."""
+def evaluating(value: Callable[[float], float]) -> list[Any]:
+    """Returns an evaluation that maps the share of the good token to a score."""
 
     def evaluate(trainer: Any) -> dict[str, float]:
         shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
@@ -249,8 +250,8 @@ FAULTS: dict[str, Fault] = {
     ),
     'explained-variance-low': Fault(run(critic_lr=0.3, phases=24), run(phases=24), 'critic_lr 0.3'),
     'over-optimisation': Fault(
-        run(callbacks=wanting(lambda share: share * (0.4 - share)), lr=3e-3, phases=20, kl_coef=0.0),
-        run(callbacks=wanting(lambda share: share), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=evaluating(lambda share: share * (0.4 - share)), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=evaluating(lambda share: share), lr=3e-3, phases=20, kl_coef=0.0),
         'what is wanted falls above a share of 0.2',
     ),
     'score-saturates': Fault(
@@ -261,7 +262,7 @@ FAULTS: dict[str, Fault] = {
         run(score=lambda ids: float((ids == GOOD).sum() > 1), **GROUPS), run(**GROUPS), 'a reward hardly ever given'
     ),
     'reward-outliers': Fault(run(score=outlier), run(score=spread), '1000 more for one token'),
-    'reward-model-disagrees': Fault(run(reward=Company(good_share), phases=2), run(phases=2), 'sees its batch'),
+    'reward-model-disagrees': Fault(run(reward=BatchSizeReward(good_share), phases=2), run(phases=2), 'sees its batch'),
     'repetition-within': Fault(run(max_new_tokens=32, **FAST), run(max_new_tokens=32), 'pays for one token only'),
     'repetition-across': Fault(run(max_new_tokens=32, **FAST), run(max_new_tokens=32), 'pays for one token only'),
     'ends-at-once': Fault(run(score=short(1), lr=1e-2, phases=24, kl_coef=0.0), plain, 'pays for saying nothing'),
@@ -285,11 +286,11 @@ FAULTS: dict[str, Fault] = {
         run(lr_schedule='linear', lr_decay_steps=12), run(lr_schedule='linear'), 'lr_decay_steps 12 of 56'
     ),
     'grad-norm-spikes': Fault(run(reward=Bursts(good_share), phases=20), run(phases=20), 'scores x 1000 now and then'),
-    'eval-loss-rises': Fault(learned_by_heart, partial(learned_by_heart, eval_same=True), '8 random texts, 24 epochs'),
+    'eval-loss-rises': Fault(memorised, partial(memorised, eval_same=True), '8 random texts, 24 epochs'),
     'slow-rank': Fault(partial(on_two_ranks, slow=True), partial(on_two_ranks, slow=False), 'rank 1 of 2 sleeps'),
     'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
 }
-"""by the key of the finding; a word in brackets tells two runs of one key apart"""
+"""faults by the key of the finding; words in brackets distinguish runs with the same key"""
 
 
 def key_of(name: str) -> str:

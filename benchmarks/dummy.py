@@ -1,11 +1,9 @@
-"""PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py
-does under a cap.
+"""PPO on random prompts with models of new weights, for both `benchmark_*_dummy.py` scripts and for capacity.py.
 
-A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary
-of numbers: throughput, TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the
-device's own matrix product measured in the same run, seconds of each part of a phase, peak memory, and what
-`chatgpt.plan` had said of it. Batch sizes are of all processes together; figures "per device" divide by their number.
-Left out: the ladders' docs, and the cap.
+A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and returns a dictionary of
+numbers: throughput, TFLOPS (FLOP counted by arithmetic_done.py), their share of the device's matrix product measured in
+the same run, seconds of each part of a phase, peak memory, and the planned memory. Batch sizes are global; figures "per
+device" are divided by the number of processes.
 """
 
 from __future__ import annotations
@@ -32,44 +30,44 @@ from chatgpt.trainer.callbacks import Callback
 
 @dataclass(kw_only=True)
 class DummyRun:
-    """Flags of the benchmarks; the defaults are those of the ancestor's."""
+    """Flags of the benchmarks, with the defaults of ColossalAI's ChatGPT benchmarks."""
 
     strategy: str = 'naive'
-    """what prepares and shards the models"""
+    """strategy that prepares and shards the models"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
     """compute dtype; auto is bf16 on CUDA and under Gemini, fp32 on a CPU"""
     num_episodes: int = 3
     max_timesteps: int = 8
-    """of an episode, each of experience_batch_size prompts"""
+    """timesteps per episode, each of experience_batch_size prompts"""
     update_timesteps: int = 8
     """timesteps before a learning phase"""
     max_epochs: int = 3
-    """passes over what a phase collected"""
+    """epochs over the experience of a phase"""
     train_batch_size: int = 8
     experience_batch_size: int = 8
     max_tokens_per_batch: int | None = None
-    """tokens of one forward on one process; none: its share of a batch"""
+    """tokens of a forward on a process; none: its share of a batch"""
     prompt_length: int = 400
-    """random tokens"""
+    """number of random tokens"""
     max_length: int = 512
-    """of prompt and response; every sequence has this length, since nothing ends one"""
+    """tokens of prompt and response; every sequence has this length, since there is no end token"""
     lora_rank: int = 0
-    """0 trains everything"""
+    """rank of the adapters; 0 trains all weights"""
     num_layers_unfrozen: int = -1
-    """hydra: top blocks that are trained; -1 trains everything"""
+    """hydra: number of trained top blocks; -1 trains all weights"""
     critic: Literal['own', 'shared'] = 'own'
     """a network of the actor's size, or a value head on the actor's trunk"""
     reward: Literal['model', 'function'] = 'model'
-    """a network of the actor's size, or a function that costs nothing"""
+    """a network of the actor's size, or a function of negligible cost"""
     gradient_checkpointing: bool = False
     cuda_mem_frac: float = 1.0
-    """share of a GPU's memory that a process may take"""
+    """share of a GPU's memory that a process may use"""
     ignore_phases: int = 1
-    """first learning phases left out of the averages (warming up), where there are more"""
+    """learning phases for warm-up, not in the averages if there are more"""
     seed: int = 42
 
     def check(self, world_size: int) -> None:
-        """Raises ValueError for what cannot be."""
+        """Raises ValueError for settings that do not go together."""
         for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'prompt_length'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
@@ -97,7 +95,7 @@ class DummyRun:
         return STRATEGIES.find(self.strategy).only_16_bits
 
     def compute(self, on_cuda: bool) -> str:
-        """The precision; what `auto` stands for."""
+        """Returns the precision, with `auto` resolved."""
         chosen = 'bf16' if on_cuda or self.is_gemini else 'fp32'
         return chosen if self.precision == 'auto' else self.precision
 
@@ -111,10 +109,10 @@ class DummyRun:
 
 
 class Recorder(Callback):
-    """What every phase took and did. told: is called with all of them after each."""
+    """Times and counts of every phase. report: called with all phases so far after each."""
 
-    def __init__(self, told: Callable[[list[dict[str, Any]]], None] | None = None) -> None:
-        self.told = told
+    def __init__(self, report: Callable[[list[dict[str, Any]]], None] | None = None) -> None:
+        self.report = report
         self.phases: list[dict[str, Any]] = []
         self._batches = 0
 
@@ -135,12 +133,12 @@ class Recorder(Callback):
             }
         )
         self._batches = 0
-        if self.told is not None:
-            self.told(self.phases)
+        if self.report is not None:
+            self.report(self.phases)
 
 
 class RandomScores:
-    """A reward that means nothing: N(0, 1) by sample number."""
+    """A random reward, N(0, 1) by sample index."""
 
     def score(self, samples: list[Any], strategy: Any) -> list[float]:
         import torch
@@ -154,10 +152,9 @@ class RandomScores:
 def build(
     settings: DummyRun, ladder: str, config: Any, where: tuple[Any, Any] | None = None
 ) -> tuple[Any, Any, Any, Any]:
-    """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init
-    context.
+    """Returns actor, critic, reward (a model or a function) and initial model; call it in the strategy's init context.
 
-    where: the devices that weights are put on and drawn on; None: as the library builds new models, on the CPU.
+    where: the devices of the weights and of their random generator; None: the library's default, the CPU.
     """
     from chatgpt import nn
 
@@ -189,7 +186,7 @@ def build(
 
 
 def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, dict[str, int]]:
-    """Matrices for the FLOP, and parameters by network."""
+    """Returns the matrices for the FLOP, and the number of parameters by network."""
     networks = {'actor': actor, 'critic': critic, 'initial model': initial, 'reward model': reward}
     networks = {n: m for n, m in networks.items() if hasattr(m, 'parameters')}
     size = {n: sum(p.numel() for p in m.parameters()) for n, m in networks.items()}
@@ -205,8 +202,7 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
 
 
 def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, *, stream_blocks: bool = False) -> Any:
-    """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which
-    weighs nothing."""
+    """Returns the plan of this run, without limits; a hydra's value head is negligible."""
     from chatgpt.plan import Setup, make_plan
 
     s, hydra = settings, settings.num_layers_unfrozen > 0
@@ -244,15 +240,15 @@ def run(
     rung: str,
     *,
     ready: Callable[[Any], None] | None = None,
-    told: Callable[[list[dict[str, Any]]], None] | None = None,
+    report: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> dict[str, Any]:
-    """Train, and return the numbers; on every rank, with memory and seconds of the rank that has most.
+    """Trains and returns the numbers on every rank, with the largest memory and seconds over ranks.
 
-    ready: called with the strategy when the process is set up and before any model exists. told: called with what was
-    measured of all phases so far, after each.
+    ready: called with the strategy when the process is set up and before any model exists. report: called with the
+    measurements of all phases so far after each.
 
     Raises:
-        ValueError: settings that cannot be.
+        ValueError: settings that do not go together.
     """
     import torch
 
@@ -279,7 +275,7 @@ def run(
         with strategy.failure_guard():
             started = time.perf_counter()
             phases, models, size, head_again = _train(
-                settings, ladder, config, strategy, where=where, meter=meter, told=told
+                settings, ladder, config, strategy, where=where, meter=meter, report=report
             )
             wall = time.perf_counter() - started
         memory = {k: max(m[k] for m in strategy.all_gather_object(meter.read())) for k in meter.read()}
@@ -316,18 +312,18 @@ def run(
 
 
 def places(settings: DummyRun, strategy: Any, *, capped: bool) -> tuple[Any, Any] | None:
-    """The devices that weights are put on and drawn on; None: as the library builds new models, on the CPU."""
+    """Returns the devices of the weights and of their random generator; None: the library's default, the CPU."""
     import torch
 
     if strategy.device.type == 'cpu' or strategy.world_size > 1:
         return None
-    # under a cap, and where a strategy moves what it is given, models come from the host as in any run
+    # under a cap, and with a strategy that moves models itself, they are built on the host as in any run
     direct = not capped and settings.strategy in ('naive', 'ddp')
     return strategy.device if direct else torch.device('cpu'), strategy.device
 
 
 def _group_of_one(name: str) -> AbstractContextManager[None]:
-    """The environment of a strategy of processes that was started by plain python."""
+    """Sets the environment of a distributed strategy of one process, for a run without a launcher."""
     from chatgpt.testing.processes import environment, free_port, torchrun_environment
 
     if STRATEGIES.find(name).one_process or 'RANK' in os.environ:
@@ -336,8 +332,7 @@ def _group_of_one(name: str) -> AbstractContextManager[None]:
 
 
 def _warm_up(settings: DummyRun, ladder: str, strategy: Any) -> None:
-    """A phase of the smallest model, as the run's will be: what is loaded, joined or compiled at the first use is not
-    the run's memory."""
+    """Runs a phase of the smallest model, so that what loads or compiles at first use is not counted."""
     import torch
 
     one_phase: dict[str, Any] = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 1}
@@ -358,7 +353,7 @@ def _train(
     *,
     where: tuple[Any, Any] | None = None,
     meter: MemoryMeter | None = None,
-    told: Callable[[list[dict[str, Any]]], None] | None = None,
+    report: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
     import torch
 
@@ -369,7 +364,7 @@ def _train(
     if where is not None and meter is not None:
         meter.restart_device()
     models, size = count(*networks)
-    recorder = Recorder(told)
+    recorder = Recorder(report)
     trainer = ppo_trainer(
         strategy,
         *networks,
@@ -385,7 +380,7 @@ def _train(
         top_k=50,
     )
     if where is not None and where[0] == where[1] and meter is not None:
-        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
+        meter.restart_device()  # excludes the peak of drawing whole models on the device
     count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
     generator = torch.Generator().manual_seed(s.seed)
     prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
@@ -401,7 +396,7 @@ def _train(
 
 
 def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, peak: float) -> dict[str, Any]:
-    """Rates over the phases after the first `ignore_phases`; over all where there are no more."""
+    """Returns rates over the phases after the first `ignore_phases`, or over all if there are no others."""
     counted = phases[ignore_phases:] or phases
     seconds = {part: sum(p['seconds'][part] for p in counted) for part in PARTS}
     flop = {part: sum(p['flop'][part] for p in counted) for part in PARTS}
@@ -422,7 +417,7 @@ def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, 
 
 
 def phase_sizes(plan: Any, on_cuda: bool) -> dict[str, int]:
-    """The planner's bytes by phase; on a CPU host and device are one."""
+    """Returns the planned bytes by phase; on a CPU host and device memory are the same."""
     sizes = {}
     for name, memory in plan.phases.items():
         sizes[name] = sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
@@ -430,8 +425,7 @@ def phase_sizes(plan: Any, on_cuda: bool) -> dict[str, int]:
 
 
 def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> dict[str, Any]:
-    """The planner's peak of what was measured, and its error: planned / measured - 1. loads: whether loading the models
-    was measured too."""
+    """Returns the planned peak and its error, planned / measured - 1. loads: the measurement includes loading."""
     sizes = {name: size for name, size in phase_sizes(plan, on_cuda).items() if loads or name != 'load'}
     phase = max(sizes, key=sizes.__getitem__)
     error = sizes[phase] / measured - 1 if measured > 0 else None
@@ -440,7 +434,7 @@ def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> d
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """Formats the result."""
     from chatgpt.plan import show_bytes
 
     r, m = result, result['memory']
@@ -466,7 +460,7 @@ peak memory: {show_bytes(m['peak'])}, planned {show_bytes(m['planned_peak'])}{er
 
 
 def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[], None]:
-    """The main function of a benchmark script on a ladder. `hidden`: settings that are none of its flags."""
+    """Returns the main function of a benchmark script on a ladder. hidden: settings without a flag."""
     models = list(ladders.FAMILIES[ladder][1])
 
     def main() -> None:
@@ -474,9 +468,9 @@ def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[
         parser.add_argument(
             '--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder'
         )
-        parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
+        parser.add_argument('--json', type=Path, metavar='FILE', help='also write the numbers to this file')
         parser.add_argument(
-            '--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models'
+            '--strategy', type=strategy_flag, default='naive', help='strategy that prepares and shards the models'
         )
         add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
         args = parser.parse_args()

@@ -1,17 +1,17 @@
-"""One command for a machine with a GPU: marked tests, speed of generating and of PPO, peak memory beside the plan,
-capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs it.
+"""Checks a machine with a GPU: tests marked `gpu`, speed of generation and PPO, peak memory against the plan, capacity,
+TRL on the same card. Writes one JSON file and a table; `make gpu-check` runs it.
 
     python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests decode-gpt2] [--out FOLDER]
-    python benchmarks/gpu_check.py --device cpu            # a rehearsal at tiny sizes, whose measurements mean nothing
-    python benchmarks/gpu_check.py --page [FILE.json]      # writes a file's results into docs/gpu.md and runs nothing
+    python benchmarks/gpu_check.py --device cpu            # tiny sizes, to test the program; ignore the measurements
+    python benchmarks/gpu_check.py --page [FILE.json]      # writes results into docs/gpu.md and runs nothing
 
-docs/gpu_check.md says what the parts are, and how their budgets of seconds and --budget_s are shared out. Parts share one process
-(gpu_parts.py), which is started anew when one fails. The file, <device>-<date>.json, is written anew after each part.
+docs/gpu_check.md describes the parts, and how --budget_s is divided among them. Parts share one process (gpu_parts.py),
+which restarts when one fails. The file, <device>-<date>.json, is written after each part.
 
-Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there
-(extra parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (what
-there is by then is written); 2: a mistake in the flags, or the machine lacks what nothing here can do without. No network
-is used. Left out: several GPUs; start the benchmarks with torchrun for those.
+Exit code 0: every part passed, or was left out because the card is too small or an optional package is missing (extra
+parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (results so
+far are written); 2: a mistake in the flags, or the machine lacks what every part needs. No network is used. For several
+GPUs, start the benchmarks with torchrun.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 BUDGET_S, START_S = 530, 40
-"""for everything; for wheels, and the first import of torch and transformers"""
+"""seconds for everything; for wheels and the first import of torch and transformers"""
 LEAST_S = 8
-"""a part is not begun with less time than this left"""
+"""seconds that must be left to start a part"""
 HELD = 128 * 2**20
-"""bytes of the device that a process may still hold after a part; with more the next part gets another process"""
+"""bytes of the device that a process may hold after a part; above that, the next part runs in a new process"""
 TELLS = 4000
 """characters of a part's output that are kept"""
 
@@ -52,11 +52,11 @@ class Part:
     """One measurement, a function of gpu_parts.py.
 
     Args:
-        needs: packages without which it is left out.
+        needs: packages that it requires; it is left out if one is missing.
         worker: parts of the same name share a process.
         memory: bytes that the card must have.
-        wheels: a folder of --wheels without which it is left out; the function is given its parent.
-        extra: only with time that is left over.
+        wheels: a folder of --wheels that it requires; the function receives its parent.
+        extra: runs only in time that is left over.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Part:
 
 
 def cuda_parts() -> list[Part]:
-    """In the order of what one wants to know first."""
+    """Returns the parts of a GPU, the most important first."""
     generated = {'batch': 64, 'prompt': 64, 'new': 512}
     phases = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2}
     batch = {'experience_batch_size': 32, 'train_batch_size': 32, 'max_tokens_per_batch': 4096}
@@ -128,12 +128,12 @@ ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
     'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
     'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
 }
-"""budget and options of the rehearsal, by function"""
+"""budget and options on a CPU, by function"""
 SIZED = ('experience_batch_size', 'train_batch_size', 'max_tokens_per_batch', 'ignore_phases')
 
 
 def cpu_parts() -> list[Part]:
-    """The same parts at tiny sizes; without vLLM, and without a second precision."""
+    """Returns the same parts at tiny sizes, without vLLM and without a second precision."""
     found = []
     for part in cuda_parts():
         if part.function not in ON_A_CPU or part.name == 'ppo-s-fp32':
@@ -150,7 +150,7 @@ def cpu_parts() -> list[Part]:
 
 
 def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
-    """Seconds for a part: its budget, and up to as much again of what those after it do not need."""
+    """Returns the seconds for a part: at most twice its budget, from what later parts do not need."""
     part, later = parts[number], sum(p.budget_s for p in parts[number + 1 :] if not p.extra)
     if part.extra:
         return min(float(part.budget_s), left_s - later)
@@ -163,12 +163,12 @@ def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
 def variables(device: str, site: str | None) -> dict[str, str]:
     more = {'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
     if device == 'cpu':
-        more |= {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
+        more |= {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # more threads are slower at these sizes
     return environment(ROOT, site, **more)
 
 
 class Runner:
-    """What runs parts one after another, and the process that they share."""
+    """Runs parts one after another in a process that they share."""
 
     def __init__(self, device: str, site: str | None = None, wheels: Path | None = None) -> None:
         self.device, self.wheels = device, wheels
@@ -183,23 +183,23 @@ class Runner:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_worker(self, name: str, timeout_s: float) -> Worker | None:
-        """The process of that name, another one's having ended; None: it was not up in time.
+        """Returns the process of that name, after ending any other; None if it does not start in time.
 
         Raises:
-            EOFError: it has ended; ValueError: it sees no CUDA device.
+            EOFError: the process ended; ValueError: it sees no CUDA device.
         """
         if self.worker is not None and self.worker_name == name:
             return self.worker
         self.end_worker()
         self.worker = Worker([sys.executable, SCRIPT, '--device', self.device], self.env, self.log)
         self.worker_name = name
-        said = self.worker.hear(timeout_s)
-        if said is None:
+        answer = self.worker.receive(timeout_s)
+        if answer is None:
             self.end_worker()
             return None
-        if said['ready'] is None:
+        if answer['ready'] is None:
             raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
-        self.machine = said['ready']
+        self.machine = answer['ready']
         return self.worker
 
     def end_worker(self) -> None:
@@ -208,20 +208,20 @@ class Runner:
         self.worker = None
 
     def lacks(self, part: Part) -> str | None:
-        """Why the part is left out."""
+        """Returns the reason to leave the part out, or None."""
         missing = not_installed(part.needs, self.env)
         if missing:
             return f'not installed: {", ".join(missing)}; WHEELS=folder brings them'
         if part.wheels and (self.wheels is None or not (self.wheels / part.wheels).is_dir()):
             return f'WHEELS=folder has no folder {part.wheels} of its wheels'
         card = self.machine.get('device_memory')
-        # a card of 16 GB says a little less than 16 GiB
+        # a card sold as 16 GB reports a little less than 16 GiB
         if part.memory and card is not None and card < 0.97 * part.memory:
             return f'it needs a card of {part.memory / GIB:.0f} GiB, and this one has {card / GIB:.1f}'
         return None
 
     def run(self, part: Part, timeout_s: float) -> dict[str, Any]:
-        """Status, seconds, the end of the output, and the numbers that the part wrote."""
+        """Returns status, seconds, the end of the output, and the numbers that the part wrote."""
         reason = self.lacks(part)
         if reason is not None:
             return {'name': part.name, 'status': 'left out', 'reason': reason}
@@ -234,11 +234,11 @@ class Runner:
             record |= {'status': 'interrupted'}
         record['seconds'] = round(time.monotonic() - start, 1)
         if record['status'] not in ('passed', 'left out'):
-            self.end_worker()  # what it would do next could fail for what happened now
+            self.end_worker()  # the failure could affect the next part
             with self.log.open(errors='replace') as file:
                 file.seek(begin)
                 record['output'] = file.read()[-TELLS:]
-        with suppress(OSError, ValueError):  # none was written, or the part was ended while it wrote
+        with suppress(OSError, ValueError):  # no numbers, or the part ended while writing
             record['result'] = json.loads(out.read_text())
         return record
 
@@ -263,7 +263,7 @@ class Runner:
 
 
 def not_installed(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Those that a part would not find."""
+    """Returns the packages that a part cannot import."""
     if not names:
         return []
     code = 'import importlib.util, sys; print(*(n for n in sys.argv[1:] if importlib.util.find_spec(n) is None))'
@@ -277,7 +277,7 @@ def not_installed(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def planner_errors(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """planned / measured - 1 of the peak of every run that was measured."""
+    """Returns planned / measured - 1 of the peak of every measured run."""
     found: list[dict[str, Any]] = []
 
     def add(run: str, planned: int | None, measured: int | None) -> None:
@@ -303,13 +303,13 @@ def planner_errors(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def decode_ratios(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times `model.generate`'s new tokens per second the local engine makes, `begin` included."""
+    """Returns the local engine's new tokens per second, `begin` included, divided by those of `model.generate`."""
     results = [part['result'] for part in parts if isinstance(part.get('result'), dict)]
     return [{'model': r['model'], 'times': r['times']} for r in results if 'times' in r]
 
 
 def commit() -> str | None:
-    """Of the working tree, where git knows."""
+    """Returns the commit of the working tree, or None without git."""
     try:
         done = subprocess.run(['git', 'rev-parse', 'HEAD'], cwd=ROOT, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -325,8 +325,8 @@ def file_name(device: str | None) -> str:
 def check(
     parts: Sequence[Part], runner: Runner, *, out: Path, budget_s: float, begun: float | None = None
 ) -> dict[str, Any]:
-    """Run the parts one after another; the file is written after each. `begun`, of time.monotonic, is when the budget
-    began: now."""
+    """Runs the parts one after another and writes the file after each. begun: the start of the budget by
+    time.monotonic; default: now."""
     done: list[dict[str, Any]] = []
     begun = time.monotonic() if begun is None else begun
     start_s, path, stopped = round(time.monotonic() - begun, 1), None, False
@@ -364,7 +364,7 @@ def check(
 
 
 def is_well(record: Mapping[str, Any]) -> bool:
-    """Whether a part is no reason for exit code 1."""
+    """Returns True if the part is no reason for exit code 1."""
     return record['status'] in ('passed', 'left out') or (record['status'] == 'not reached' and 'extra' in record)
 
 
@@ -373,12 +373,12 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument('--device', choices=('cuda', 'cpu'), default='cuda', help='cpu: tiny sizes, without a GPU')
-    parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these')
-    parser.add_argument('--wheels', type=Path, metavar='FOLDER', help='wheels of what the machine lacks')
+    parser.add_argument('--parts', nargs='+', metavar='NAME', help='run only these parts')
+    parser.add_argument('--wheels', type=Path, metavar='FOLDER', help='wheels of packages that the machine lacks')
     parser.add_argument(
         '--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu'
     )
-    parser.add_argument('--budget_s', type=float, default=float(BUDGET_S), help='for everything, wheels included')
+    parser.add_argument('--budget_s', type=float, default=float(BUDGET_S), help='seconds in all, wheels included')
     parser.add_argument(
         '--page', nargs='?', const='', metavar='FILE', help='write results into docs/gpu.md; default: the newest file'
     )
@@ -391,7 +391,7 @@ def main() -> int:
     parts = cuda_parts() if args.device == 'cuda' else cpu_parts()
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site, runner = None, None
-    for sign in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
+    for sign in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT
         signal.signal(sign, signal.default_int_handler)
     try:
         if args.page is not None:
@@ -413,8 +413,8 @@ def main() -> int:
         try:
             up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
         except EOFError as error:
-            told = ' '.join(runner.log.read_text().split())
-            raise ValueError(f'the process of the parts cannot start: {error}: {told[-500:]}') from None
+            output = ' '.join(runner.log.read_text().split())
+            raise ValueError(f'the process of the parts cannot start: {error}: {output[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')
         out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')

@@ -1,7 +1,7 @@
-"""What gpu_check.py found, for people: its tables, and docs/gpu.md filled from a file of it.
+"""Tables of the results of gpu_check.py, and their page, docs/gpu.md.
 
-In docs/gpu.md the table `results` is written anew, and in the table of what has run on a GPU the
-last cell of each row whose second cell names parts of the run in backticks.
+Replaces the table `results` of the page and, in its table of what has run on a GPU, the last cell of each row that
+names parts in backticks in its second cell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 def lines_of(head: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table, and an empty line; nothing without rows."""
+    """Returns the lines of a table and an empty line, or nothing without rows."""
     return [markdown(head, rows), ''] if rows else []
 
 
@@ -27,16 +27,16 @@ def bytes_of(size: float | None) -> str:
 
 
 def with_result(content: Record, function: str) -> list[tuple[str, Record]]:
-    """(name, numbers) of the parts of a function that wrote some."""
+    """Returns (name, numbers) of the parts of a function that wrote numbers."""
     found = [(p['name'], p.get('result')) for p in content['parts'] if p.get('function') == function]
     return [(name, result) for name, result in found if isinstance(result, dict)]
 
 
-# ---------------------------------------------------------------------- one part in a few words
+# ---------------------------------------------------------------------- summary of a part
 
 
 def outcome(record: Record) -> str:
-    """What came out of a part."""
+    """Returns the outcome of a part in a few words."""
     result = record.get('result')
     words = _words(record, result) if isinstance(result, dict) else ''
     if record['status'] == 'passed':
@@ -82,7 +82,7 @@ def _words(record: Record, result: Record) -> str:
 
 
 def table(content: Record) -> str:
-    """All of a run."""
+    """Returns the tables of a run."""
     machine = content.get('machine') or {}
     what = f'{content["device"]}, torch {machine.get("torch")}, transformers {machine.get("transformers")}, {content["date"]}'
     took = f'{content["wall_s"]:.0f} s of {content["budget_s"]:.0f}, the first {content["start_s"]:.0f} for the start'
@@ -183,7 +183,7 @@ def _blocks(content: Record) -> list[str]:
 
 
 def newest(folder: Path) -> Path:
-    """The latest result file of a folder, by the date that it holds."""
+    """Returns the latest result file of a folder, by the date in its content."""
     files = {path: json.loads(path.read_text()) for path in folder.glob('*.json')}
     if not files:
         raise ValueError(f'{folder} holds no results; make gpu-check writes them where there is a GPU')
@@ -191,7 +191,7 @@ def newest(folder: Path) -> Path:
 
 
 def fill_page(page: Path, file: Path) -> None:
-    """Fill the page from a result file."""
+    """Writes a result file into the page."""
     if not file.is_file():
         raise ValueError(f'{file}: there is no such file')
     content = json.loads(file.read_text())

@@ -1,10 +1,8 @@
-"""The parts of gpu_check.py: functions of a `Note`, which says what they run on and takes their numbers as they come; and
-the process that does one after another, so that torch and transformers are imported once.
+"""The parts of gpu_check.py, and the process that runs them one after another, so that torch is imported once.
 
-The process says {"ready": {...}} and answers each line of JSON, {"function", "options", "out", "seconds"}, with {"status":
-"passed" | "left out" | "failed", "reason", "held"}. Numbers go to `out`, what is printed to stderr.
-
-Weights are random and drawn on the device. Left out: correctness, which the tests marked `gpu` are for.
+A part is a function of a `Note`, which holds the device and records numbers. The process prints {"ready": {...}} and
+answers each line of JSON, {"function", "options", "out", "seconds"}, with {"status": "passed" | "left out" | "failed",
+"reason", "held"}. Numbers go to `out`, other output to stderr. Weights are random and drawn on the device.
 """
 
 from __future__ import annotations
@@ -51,15 +49,15 @@ HERE = ROOT / 'benchmarks'
 HOPELESS = 1.1
 """rungs planned at more than this many times a cap are not tried"""
 SPARE = GIB
-"""of a card, for what torch's allocator does not count"""
+"""bytes of a card reserved for memory outside torch's allocator"""
 
 
 class LeftOut(Exception):
-    """What the machine cannot hold or has not got."""
+    """Raised by a part that the machine cannot hold or has no package for."""
 
 
 class Note:
-    """Where a part writes its numbers, and what it runs on."""
+    """The device of a part, and the file of its numbers."""
 
     def __init__(self, device: Any, out: Path, seconds: float) -> None:
         self.device, self.out = device, out
@@ -67,23 +65,23 @@ class Note:
         self.content: dict[str, Any] = {}
 
     def left(self) -> float:
-        """Seconds before the part is ended."""
+        """Returns the seconds left before the part is stopped."""
         return self._end - time.monotonic()
 
     def write(self, **entries: Any) -> None:
-        """Keep these, now."""
+        """Adds entries and writes the file."""
         self.content |= entries
         write_json(self.out, self.content)
 
     @property
     def card(self) -> int | None:
-        """Bytes of the device; None on a CPU."""
+        """Returns the bytes of the device; None on a CPU."""
         on_cuda = self.device.type == 'cuda'
         return torch.cuda.get_device_properties(self.device).total_memory if on_cuda else None
 
 
 def config_of(model: str, positions: int) -> Any:
-    """Shapes of published models: `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b`, and tiny ones."""
+    """Returns the config of `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b` or a tiny model."""
     if model == 'gpt2':
         return ladders.config('gpt', 's', positions)
     if model == 'tiny-gpt2':
@@ -98,7 +96,7 @@ def config_of(model: str, positions: int) -> Any:
 
 
 def device(note: Note) -> None:
-    """Its speed at matrix products and copies."""
+    """Measures the speed of matrix products and copies."""
     on_cuda = note.device.type == 'cuda'
     note.write(cuda=torch.version.cuda, tf32=torch.backends.cuda.matmul.allow_tf32, matmul_tflops={})
     for dtype in (torch.bfloat16, torch.float32, *((torch.float16,) if on_cuda else ())):
@@ -120,7 +118,7 @@ def device(note: Note) -> None:
 
 
 def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
-    """The tests marked `gpu`, by gpu_tests.py."""
+    """Runs the tests marked `gpu`, by gpu_tests.py."""
     chosen = ['--files', *files] if files else []
     code = subprocess.call([sys.executable, HERE / 'gpu_tests.py', note.out, f'--workers={workers}', *chosen])
     if code or (note.card and not json.loads(note.out.read_text())['passed']):
@@ -131,8 +129,8 @@ def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
 
 
 def decode(note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16') -> None:
-    """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
-    cuDNN's attention and without. No response ends early."""
+    """Measures new tokens per second of the local engine, `begin` included, and of `model.generate` on the same
+    modules, with and without cuDNN's attention. No response ends early."""
     config = config_of(model, prompt + new)
     dtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}[precision]
     policy = random_model('AutoModelForCausalLM', config, place=note.device, draw=note.device, dtype=dtype)
@@ -151,7 +149,7 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
 
 
 def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
-    """A first phase, in which the engine checks the model and captures graphs, and two later ones."""
+    """Measures a first phase, with the check of the model and graph capture, and two later ones."""
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
     tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
@@ -173,7 +171,7 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
 
 
 def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
-    """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
+    """Measures `model.generate`, first for a few tokens, so that there is a number if time runs out."""
 
     def rate(tokens: int) -> dict[str, float]:
         def act() -> None:
@@ -189,7 +187,7 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
         for name, enabled in kinds.items():
             with decoding.cudnn_attention(enabled):
                 if tokens == few:
-                    rate(2)  # what is loaded at the first call
+                    rate(2)  # warm-up
                 if tokens == new and found[name]['seconds'] * new / few > note.left():
                     found[name]['reason'] = f'there was no time for {new} tokens'
                 else:
@@ -199,7 +197,7 @@ def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
 
 
 def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, new: int) -> None:
-    """The same of vLLM alone, with the weights that it makes up itself."""
+    """Measures new tokens per second of vLLM with dummy weights."""
     from vllm import LLM, SamplingParams
 
     sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -228,7 +226,7 @@ def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, n
 
 
 def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
-    """The engine's forms of attention and of steps, side by side: `decode.py`."""
+    """Compares the engine's attention kernels and decoding modes, by `decode.py`."""
     config = config_of(model, settings['prompt'] + settings['new'])
     note.write(model=model, **decoding.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
 
@@ -237,12 +235,12 @@ def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
 
 
 def head(note: Note, *, sizes: Sequence[tuple[int, int]], vocab: int) -> None:
-    """Log-probs through a large output layer by every kernel: `logprobs.py`."""
+    """Measures log-probs through a large output layer by every kernel, by `logprobs.py`."""
     note.write(**logprobs.compare(note.device.type, sizes, vocab))
 
 
 def blocks(note: Note, **settings: Any) -> None:
-    """Transformer blocks compiled and not: `logprobs.py`."""
+    """Compares compiled and plain transformer blocks, by `logprobs.py`."""
     if not has_compiler():
         raise LeftOut('torch.compile needs a C++ compiler (g++ or clang++, or CXX)')
     note.write(**logprobs.compare_blocks(note.device.type, **settings))
@@ -252,8 +250,8 @@ def blocks(note: Note, **settings: Any) -> None:
 
 
 def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: Any) -> None:
-    """A run of dummy.py of the first rung that the planner says this card holds: seconds, FLOP and share of the matrix
-    product's speed of collect, score and learn; peak memory and the planner's."""
+    """Runs dummy.py on the first rung that fits this card by the plan: seconds, FLOP and share of the matrix product's
+    speed for collect, score and learn; measured and planned peak memory."""
     s, on_cuda, too_large = dummy.DummyRun(**settings), note.device.type == 'cuda', {}
     for rung in rungs:
         peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda).peak
@@ -264,7 +262,7 @@ def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: An
         needs = ', '.join(f'{rung} needs {show_bytes(peak)}' for rung, peak in too_large.items())
         raise LeftOut(f'the card has {show_bytes(note.card or 0)}, and by the plan {needs}')
     note.write(rung=rung, too_large_by_plan=too_large)
-    note.write(**dummy.run(s, ladder, rung, told=lambda phases: note.write(phases=phases)))
+    note.write(**dummy.run(s, ladder, rung, report=lambda phases: note.write(phases=phases)))
 
 
 # ---------------------------------------------------------------------- memory
@@ -272,8 +270,7 @@ def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: An
 
 @contextmanager
 def capped(note: Note, memory: int) -> Iterator[None]:
-    """Inside, torch's allocator gives this many bytes of the device, and who asks is told so. On a CPU nothing is
-    capped."""
+    """Limits torch's allocator to this many bytes and reports them as the device's memory; no cap on a CPU."""
     if note.card is None:
         yield
         return
@@ -299,8 +296,8 @@ def trunk(
     precision: str = 'bf16',
     lora_rank: int = 16,
 ) -> None:
-    """One phase of PPO with actor, critic, reward model and reference on one 4-bit trunk, under a cap: peak and plan of
-    loading, collecting, scoring and learning. Weights are made and quantized block by block on the device."""
+    """Runs a phase of PPO with actor, critic, reward model and reference on one 4-bit trunk, under a cap: measured and
+    planned peaks of load, collect, score and learn. Weights are made and quantized block by block on the device."""
     config = config_of(model, prompt + new)
     options = {'precision': precision, 'on_cuda': note.device.type == 'cuda', 'lora_rank': lora_rank}
     sizes = {'train_batch_size': sequences, 'experience_batch_size': sequences}
@@ -343,7 +340,7 @@ def trunk(
 
 
 def quantized_model(config: Any, dtype: Any, place: Any) -> Any:
-    """A causal LM of random weights with its blocks in 4 bits, of which no more than one was ever dense."""
+    """Returns a causal LM of random weights with 4-bit blocks; at most one block is dense at a time."""
     model = empty_model('AutoModelForCausalLM', config, dtype)
     for number, block in enumerate(model.model.layers):
         fill(block, model, place, place)
@@ -362,7 +359,7 @@ def capacity(
     prompt_length: int = 400,
     max_length: int = 512,
 ) -> None:
-    """The largest rung of a ladder that trains under each cap, begun where the planner says, in this process."""
+    """Finds the largest rung of a ladder that trains under each cap, from the planned one on, in this process."""
     base = sweeps.one_phase('auto', batch_size, prompt_length, max_length)
     rows: list[dict[str, Any]] = []
     note.write(ladder=ladder, settings=vars(base), rows=rows)
@@ -376,7 +373,7 @@ def capacity(
                 raise
             except Exception as error:
                 outcome: dict[str, Any] = sweeps.outcome_of(error, on_cuda)
-                error.__traceback__ = None  # it holds the models
+                error.__traceback__ = None  # the traceback keeps the models alive
                 gc.collect()
                 return outcome
             kept = {'parameters': result['parameters'], 'seconds': result['wall_s']}
@@ -415,7 +412,7 @@ def peer(
     new: int,
     rounds: int = 2,
 ) -> None:
-    """A PPO update of TRL, from the wheels that were carried, and of this library on the same work, in turns."""
+    """Alternates a PPO update of TRL, installed from --wheels, and of this library on the same work."""
     width, layers, heads = ladders.GPT[rung]
     vocab = ladders.TINY_VOCAB if rung == 'tiny' else ladders.GPT_VOCAB
     with tempfile.TemporaryDirectory(prefix='gpu-check-peer-') as folder:
@@ -432,16 +429,16 @@ def peer(
             case = Case(peer, 'ppo', kind, precision, device=note.device.type, **sizes)
             model = vs_peers.save_model(work, kind, layers=layers, width=width, heads=heads, like=case)
             if note.device.type == 'cuda':
-                torch.cuda.empty_cache()  # the two sides are other processes
+                torch.cuda.empty_cache()  # the two sides run in other processes
             sides = [[sys.executable, str(HERE / 'peers' / name)] for name in ('ours.py', f'{peer}.py')]
 
-            def told(rounds: Any, kind: str = kind) -> None:
+            def report(rounds: Any, kind: str = kind) -> None:
                 note.content['cases'][kind] = vs_peers.summary(rounds)
                 note.write()
 
             case = replace(case, model=model)
             logs = work / 'logs'
-            found = vs_peers.compare(case, *sides, rounds=rounds, logs=logs, site=site, told=told)
+            found = vs_peers.compare(case, *sides, rounds=rounds, logs=logs, site=site, report=report)
             note.write(about=found['about'])
             took = time.perf_counter() - begun
 
@@ -454,7 +451,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {part.__name__: part for part in PAR
 
 
 def do(task: dict[str, Any], place: Any) -> dict[str, Any]:
-    """One part, and room for the next."""
+    """Runs one part and frees its memory."""
     note = Note(place, Path(task['out']), task['seconds'])
     try:
         FUNCTIONS[task['function']](note, **task['options'])
@@ -463,7 +460,7 @@ def do(task: dict[str, Any], place: Any) -> dict[str, Any]:
         answer = {'status': 'left out', 'reason': str(reason)}
     except Exception as error:
         traceback.print_exc()
-        lacks = isinstance(error, ImportError) and 'nvcc' in str(error)  # ColossalAI compiles Gemini's optimizer
+        lacks = isinstance(error, ImportError) and 'nvcc' in str(error)  # ColossalAI compiles an optimizer
         answer = {
             'status': 'left out' if lacks else 'failed',
             'reason': f'{type(error).__name__}: {" ".join(str(error).split())}'[:300],
@@ -484,12 +481,12 @@ def main() -> None:
     import chatgpt.trainer  # noqa: F401
 
     if args.device == 'cuda' and not torch.cuda.is_available():
-        line.say({'ready': None})
+        line.send({'ready': None})
         return
     place = torch.device('cuda:0' if args.device == 'cuda' else 'cpu')
     line.ready(**machine(place))
     for task in sys.stdin:
-        line.say(do(json.loads(task), place))
+        line.send(do(json.loads(task), place))
 
 
 if __name__ == '__main__':

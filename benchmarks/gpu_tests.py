@@ -1,9 +1,8 @@
-"""The tests marked `gpu`, from the files that hold the mark alone; counts are written after every test, so that a run
-that is ended leaves what it found.
+"""Runs the tests marked `gpu`, and writes counts after every test, so that an interrupted run keeps its results.
 
     python benchmarks/gpu_tests.py OUT.json [--workers 3]
 
-Left out: collecting the whole suite, which takes longer than these tests.
+It collects only files with the mark, since collecting the whole suite takes longer than these tests.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ TELLS, SLOWEST = 1500, 10
 
 
 def marked_files(root: Path = ROOT) -> list[str]:
-    """Of tests/, relative to `root`; those of tests/gpu first."""
+    """Returns the files under tests/ with the mark, relative to `root`, those of tests/gpu first."""
     found = [path for path in root.glob('tests/**/test_*.py') if re.search(r'\bpytest\.mark\.gpu\b', path.read_text())]
     return [str(path.relative_to(root)) for path in sorted(found, key=lambda p: (p.parent.name != 'gpu', p))]
 
 
 class Tally:
-    """A pytest plugin: what came out so far."""
+    """A pytest plugin that writes the counts of outcomes so far."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -73,8 +72,8 @@ class Tally:
 def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument('out', type=Path)
-    parser.add_argument('--workers', type=int, default=1, help='processes, where pytest-xdist is installed')
-    parser.add_argument('--files', nargs='+', help='default: all that hold the mark')
+    parser.add_argument('--workers', type=int, default=1, help='number of processes, if pytest-xdist is installed')
+    parser.add_argument('--files', nargs='+', help='default: all files with the mark')
     args = parser.parse_args()
     flags = ['-m', 'gpu', '-q', '-p', 'no:cacheprovider', f'--rootdir={ROOT}']
     if args.workers > 1 and importlib.util.find_spec('xdist') is not None:

@@ -1,7 +1,6 @@
-"""What the benchmarks share: runs that take turns, CPU seconds, processes of their own, results that are taken up again,
-and tables in pages.
+"""Tools of the benchmarks: alternating runs, CPU seconds, child processes, results that resume, and tables in pages.
 
-A page under docs/results is written by hand but for its tables. A script replaces what stands between the comments
+A page under docs/results is written by hand except for its tables. A script replaces the text between the comments
 `<!-- NAME -->` and `<!-- end of NAME -->`.
 """
 
@@ -31,23 +30,23 @@ RESULTS, PAGES = ROOT / 'benchmarks' / 'results', ROOT / 'docs' / 'results'
 GIB = 2**30
 T = TypeVar('T')
 differences: list[str] | None = None
-"""None: results are measured and written. A list (`quoted.py`): nothing is measured and no picture drawn, and each table that
-differs is a line of it; the page is written unless `checking`"""
+"""None: scripts measure and write results. A list (`quoted.py`): they measure and plot nothing and add a line for each table
+that differs; pages are written unless `checking`"""
 checking = False
 RETURNS = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
-"""variables with which glibc gives freed memory back at once, so that resident memory is what is in use"""
+"""variables that make glibc return freed memory at once, so that resident memory is the memory in use"""
 
 
 # ---------------------------------------------------------------------- seconds
 
 
 def cpu_seconds(act: Callable[[], Any]) -> float:
-    """CPU seconds of this process, all threads."""
+    """Returns the CPU seconds that a call takes, summed over the threads of this process."""
     return timed(act)[1]['cpu_s']
 
 
 def timed(act: Callable[[], T]) -> tuple[T, dict[str, float]]:
-    """What it returned, its wall seconds and its CPU seconds."""
+    """Returns the call's result, wall seconds and CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = act()
     cpu_s = time.process_time() - cpu
@@ -55,7 +54,7 @@ def timed(act: Callable[[], T]) -> tuple[T, dict[str, float]]:
 
 
 def wall_seconds(act: Callable[[], Any], device: Any) -> float:
-    """With all work of the device done."""
+    """Returns the wall seconds that a call takes, until the device has finished."""
     import torch
 
     synchronize = torch.cuda.synchronize if torch.device(device).type == 'cuda' else lambda: None
@@ -67,8 +66,10 @@ def wall_seconds(act: Callable[[], Any], device: Any) -> float:
 
 
 def alternate(ways: Mapping[str, Callable[[int], T]], rounds: int, warmup: int = 1) -> dict[str, list[T]]:
-    """A B C A B C ...: what each way returned in each round, so that a busy machine disturbs all alike. A way is called
-    with the number of the round; the first `warmup` rounds do not count."""
+    """Calls the functions in turns, A B C A B C ..., so that other load affects all equally, and returns their results.
+
+    Each is called with the number of the round; the first `warmup` rounds do not count.
+    """
     found: dict[str, list[T]] = {name: [] for name in ways}
     for number in range(rounds + warmup):
         for name, way in ways.items():
@@ -84,7 +85,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Of neighbours in time."""
+    """Returns numerator / denominator of each round."""
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
@@ -93,7 +94,7 @@ def least_median_greatest(values: Iterable[float], form: str = '.2f') -> str:
 
 
 def mean_and_spread(values: Sequence[float], form: str = '.3f') -> str:
-    """Of seeds: mean (least, greatest)."""
+    """Formats values of several seeds as mean (least, greatest)."""
     return f'{statistics.mean(values):{form}} ({min(values):{form}}, {max(values):{form}})'
 
 
@@ -102,7 +103,7 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 
 
 def interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The mean difference of runs of the same seeds, with its 95 % interval."""
+    """Formats the mean difference of runs with the same seeds, with its 95 % confidence interval."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean, n = statistics.mean(differences), len(differences)
     if n < 2:
@@ -117,7 +118,7 @@ def interval(ours: Sequence[float], theirs: Sequence[float]) -> str:
 def gpt2(
     vocab: int = 512, layers: int = 4, width: int = 256, heads: int = 4, positions: int = 128, **fields: Any
 ) -> Any:
-    """A config without dropout; the default is the model of most benchmarks. No response ends by itself."""
+    """Returns a GPT-2 config without dropout or end token; the defaults are the model of most benchmarks."""
     from transformers import GPT2Config
 
     sizes = {'vocab_size': vocab, 'n_layer': layers, 'n_embd': width, 'n_head': heads, 'n_positions': positions}
@@ -126,7 +127,7 @@ def gpt2(
 
 
 def random_sequence(generator: Any, prompt: int, response: int, vocab: int) -> Any:
-    """A record of drawn tokens, none of them special, of which all of the response count."""
+    """Returns a sequence of random tokens without special ones; all response tokens count."""
     import torch
 
     from chatgpt.types import Sequence
@@ -137,7 +138,8 @@ def random_sequence(generator: Any, prompt: int, response: int, vocab: int) -> A
 
 
 def generate(model: Any, ids: Any, new: int, mask: Any = None, **settings: Any) -> Any:
-    """`model.generate` as the local engine samples: at temperature 1, of the whole vocabulary. mask: of padded ids."""
+    """Calls `model.generate` with the local engine's sampling: temperature 1, whole vocabulary. mask: for padded
+    ids."""
     import torch
     from transformers import GenerationConfig
 
@@ -148,7 +150,7 @@ def generate(model: Any, ids: Any, new: int, mask: Any = None, **settings: Any) 
 
 
 def prepared(strategy: Any, model: Any, optimizer: Callable[[list[Any]], Any]) -> Any:
-    """The model and its optimizer, which is made of the parameters that the model trains."""
+    """Returns the prepared model and its optimizer, which gets the trainable parameters."""
     return strategy.prepare((model, optimizer([p for p in model.parameters() if p.requires_grad])))
 
 
@@ -162,7 +164,7 @@ def offline_trainer(
     callbacks: Iterable[Any] = (),
     **settings: Any,
 ) -> Any:
-    """Prepares the model, and makes a trainer of that class that prints nothing. more: data to evaluate on."""
+    """Prepares the model and returns a trainer of that class that prints nothing. more: data to evaluate on."""
     from chatgpt.trainer.callbacks import ProgressBar
 
     quiet = [*callbacks, ProgressBar(enabled=False)]
@@ -181,7 +183,7 @@ def ppo_trainer(
     callbacks: Iterable[Any] = (),
     **settings: Any,
 ) -> Any:
-    """Prepares the modules, and makes a trainer that prints nothing."""
+    """Prepares the modules and returns a trainer that prints nothing."""
     from torch.nn import Module
 
     from chatgpt.trainer import PPOTrainer
@@ -197,7 +199,7 @@ def ppo_trainer(
 
 
 def end_probability(share: float, limit: int) -> float:
-    """The end probability at which min(geometric, limit) is share * limit on average, by bisection."""
+    """Returns the end probability at which the mean of min(geometric, limit) is share * limit, by bisection."""
     low, high = 1e-6, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -209,13 +211,13 @@ def end_probability(share: float, limit: int) -> float:
 
 
 def environment(*first: Path | str | None, **more: str) -> dict[str, str]:
-    """Variables of a process that imports this checkout. first: folders where Python looks before."""
+    """Returns the environment of a process that imports this checkout. first: folders to put first on its path."""
     paths = [str(path) for path in (*first, ROOT, os.environ.get('PYTHONPATH')) if path]
     return os.environ | {'PYTHONPATH': os.pathsep.join(paths)} | more
 
 
 def child(script: str, *words: str, **variables: str) -> Any:
-    """What a script of this folder prints last, as JSON, in a process of its own with one thread."""
+    """Runs a script of this folder in its own process with one thread; returns its last line, parsed as JSON."""
     env = environment(OMP_NUM_THREADS='1', **variables)
     command = [sys.executable, script, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
@@ -223,7 +225,7 @@ def child(script: str, *words: str, **variables: str) -> Any:
 
 
 class Worker:
-    """A process that says {"ready": {...}} and answers a line of ours by a line of JSON; its stderr goes to `log`."""
+    """A process that prints {"ready": {...}} and answers each line with a line of JSON; its stderr goes to `log`."""
 
     def __init__(self, command: Sequence[str | Path], env: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -234,8 +236,8 @@ class Worker:
             )
         self._heard = b''
 
-    def hear(self, timeout_s: float = float('inf')) -> dict[str, Any] | None:
-        """The next line; None: none came in time.
+    def receive(self, timeout_s: float = float('inf')) -> dict[str, Any] | None:
+        """Returns the next line, or None if none comes in time.
 
         Raises:
             EOFError: the process has ended.
@@ -258,10 +260,10 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b'\n')
         self.process.stdin.flush()
-        return self.hear(timeout_s)
+        return self.receive(timeout_s)
 
     def end(self) -> None:
-        """With everything that it started."""
+        """Ends the process and everything that it started."""
         for sign in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, sign)
@@ -277,27 +279,27 @@ class Worker:
 
 
 def process_memory() -> dict[str, int]:
-    """Bytes of this process by Linux's names (VmHWM: most resident so far, RssAnon, VmRSS, VmData); empty on other
-    systems."""
+    """Returns bytes of this process by Linux's names (VmHWM: peak resident, RssAnon, VmRSS, VmData), or {}
+    elsewhere."""
     status = Path('/proc/self/status')
     text = status.read_text() if status.is_file() else ''
     return {n: int(kib) * 1024 for n, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', text, re.MULTILINE)}
 
 
 def stored_bytes(tensors: Iterable[Any]) -> int:
-    """What this process holds of some tensors, each storage once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     local = (t.to_local() if hasattr(t, 'to_local') else t for t in tensors)
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}.values())
 
 
 def forget_peak() -> None:
-    """VmHWM begins anew, where the system allows it."""
+    """Resets VmHWM, where the system allows it."""
     with suppress(OSError):
         Path('/proc/self/clear_refs').write_text('5')
 
 
 def machine(device: Any = None) -> dict[str, Any]:
-    """What this process runs on."""
+    """Returns the hardware and software of this process."""
     import torch
     import transformers
 
@@ -322,16 +324,16 @@ def machine(device: Any = None) -> dict[str, Any]:
 
 
 def where() -> str:
-    """The machine in a clause for a page."""
+    """Describes the machine in a clause for a page."""
     found = machine()
     return f'{found["cpu"]}, {found["cores"]} cores, torch {found["torch"]}, transformers {found["transformers"]}'
 
 
 def install_wheels(folder: Path, site: Path | str, timeout_s: float = 300.0) -> None:
-    """Every wheel of the folder into `site`, from the folder alone, without what they ask for.
+    """Installs every wheel of the folder into `site`, without dependencies or network.
 
     Raises:
-        ValueError: no wheels there, or pip cannot install them, or not in this time.
+        ValueError: no wheels there, or pip fails or exceeds the time limit.
     """
     wheels = sorted(map(str, folder.glob('*.whl')))
     if not wheels:
@@ -350,7 +352,7 @@ def install_wheels(folder: Path, site: Path | str, timeout_s: float = 300.0) -> 
 
 
 def write_json(path: Path, content: Any) -> None:
-    """All of it or nothing of it."""
+    """Writes a JSON file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f'.{path.name}.tmp')
     unfinished.write_text(json.dumps(content, indent=1) + '\n')
@@ -358,9 +360,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class Results(dict[str, Any]):
-    """A JSON file of results by key, written anew after each; what it holds is not measured again.
+    """A JSON file of results by key, written after each; a key in the file is not measured again.
 
-    path: a name is one of benchmarks/results; None: no file.
+    path: a plain name is a file of benchmarks/results; None: no file.
     """
 
     def __init__(self, path: Path | str | None) -> None:
@@ -383,7 +385,7 @@ class Results(dict[str, Any]):
 
 
 def script_parser(doc: str | None, page: str = '') -> argparse.ArgumentParser:
-    """Of a script with that docstring; --page, where it fills in that page of docs/results."""
+    """Returns the parser of a script with that docstring, with --page if the script fills in a page of docs/results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if page:
         parser.add_argument('--page', action='store_true', help=f'write the tables into docs/results/{page}')
@@ -391,14 +393,14 @@ def script_parser(doc: str | None, page: str = '') -> argparse.ArgumentParser:
 
 
 def markdown(head: str | Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; `head` may have its columns between bars. Empty without rows."""
+    """Returns a Markdown table, empty without rows. head: a list, or a string with bars between columns."""
     names = head.split(' | ') if isinstance(head, str) else head
     lines = [f'| {" | ".join(map(str, cells))} |' for cells in rows]
     return '\n'.join([f'| {" | ".join(names)} |', '|---' * len(names) + '|', *lines]) if lines else ''
 
 
 def write_page(page: Path | str, **tables: str) -> None:
-    """Fills a page in, or only compares it (`checking`); a name is one of docs/results.
+    """Writes tables into a page, or only compares it (`checking`); a plain name is a page of docs/results.
 
     Raises:
         ValueError: the page lacks the comments of a table.
@@ -424,7 +426,8 @@ def write_page(page: Path | str, **tables: str) -> None:
 
 @contextmanager
 def figure(name: str, columns: int = 1, *, size: tuple[float, float] = (5.5, 4.0), **options: Any) -> Any:
-    """Axes of matplotlib in a row, saved beside the pages; without effect where nothing is measured (`differences`)."""
+    """Yields matplotlib axes in a row and saves the figure beside the pages; plots nothing if `differences` is a
+    list."""
     if differences is not None:
         yield [MagicMock() for _ in range(columns)]
         return

@@ -1,9 +1,8 @@
 """Ladders of model sizes, as configs without weights: the GPT-2 and OPT ladders of ColossalAI's ChatGPT benchmarks, and
 a tiny one.
 
-A rung is a name and the numbers of its config. The rung `tiny` of both is for tests. The tiny ladder is for machines
-without a GPU; its vocabulary is small, so that what is measured there grows with the blocks. Left out: building the
-modules.
+A rung is a name and the numbers of its config. The rung `tiny` of the first two is for tests. The tiny ladder is for
+machines without a GPU; its vocabulary is small, so that memory and time grow with the blocks.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {
     'opt': ('OPT', OPT),
     'tiny': ('GPT', TINY),
 }
-"""ladder -> (how its classes begin, its rungs)"""
+"""ladder -> (prefix of its classes, its rungs)"""
 
 
 def config(ladder: str, rung: str, positions: int | None = None) -> Any:
-    """The transformers config of a rung. Nothing ends a response, so that every sequence has its full length.
+    """Returns the transformers config of a rung. It has no end token, so that every sequence has its full length.
 
-    positions: a longer context than the rung's own, where one is asked for.
+    positions: a longer context than the rung's.
 
     Raises:
         ValueError: no such ladder or rung.

@@ -1,15 +1,16 @@
-"""Learning from a reward in TRL and here: held-out score against CPU seconds, each side with the best of nine settings.
+"""Compares learning from a reward in TRL and this library: held-out score against CPU seconds, at the best of nine
+settings of each.
 
     cd outputs/real      # of `make real`
     python ../../benchmarks/learning_vs_trl.py additions --start sft/actor --prompts prompts.jsonl --held_out held_out.jsonl
     python ../../benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
-    python ../../benchmarks/learning_vs_trl.py --page      # the page of what was measured
+    python ../../benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
 
-Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train batches
-of 32, two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search, learning rate x KL
-coefficient with seed 0, and the best by the last two evaluations gets three seeds and other held-out prompts. CPU seconds
-are of the whole process from the first update on, without the evaluations, which are the same code on each side
-(`benchmarks/peers/lesson.py`). A run that was measured is not run again; records are in `benchmarks/results/learning_vs_trl.json`.
+Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train
+batches of 32, two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search over learning
+rate x KL coefficient with seed 0; the best by the last two evaluations runs with three seeds on other held-out prompts.
+CPU seconds are those of the whole process from the first update on, without evaluations, which share their code
+(`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json` are not repeated.
 
 Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1.12.0; GRPO here and in 1.16.0.
 """
@@ -30,7 +31,7 @@ from typing import Any
 import harness
 from vs_peers import PEERS, own_python
 
-from lesson import Lesson  # isort: skip  # vs_peers puts its folder among where Python looks
+from lesson import Lesson  # isort: skip  # vs_peers adds its folder to Python's path
 
 SIDES = {
     'ours_ppo': ('learn_ours.py', '', 'PPO, here'),
@@ -39,7 +40,7 @@ SIDES = {
     'ours_grpo': ('learn_ours.py', '', 'GRPO, here'),
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
-"""side -> worker, the peer whose environment it runs in, and its name on the page"""
+"""side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 24}
@@ -47,7 +48,7 @@ RECORDS = 'learning_vs_trl.json'
 
 
 def write_task(start: str, prompts: Path, held_out: Path, folder: Path) -> dict[str, str]:
-    """Files of prompts as the model reads them: to learn from, for the search (100 of them), and for the comparison."""
+    """Writes files of formatted prompts: for learning, for the search (100) and for the comparison."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def write_task(start: str, prompts: Path, held_out: Path, folder: Path) -> dict[
 
 
 def run(lesson: Lesson, work: Path) -> dict[str, Any]:
-    """One run in its process and environment."""
+    """Runs a lesson in its own process and environment, and returns its record."""
     script, peer, _ = SIDES[lesson.side]
     python = own_python(peer, work) if peer else sys.executable
     env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false'}
@@ -79,17 +80,17 @@ def run(lesson: Lesson, work: Path) -> dict[str, Any]:
 
 
 def measure(results: harness.Results, lesson: Lesson, work: Path) -> dict[str, Any]:
-    """The record of a run, which is made where there is none."""
+    """Returns the record of a run, which runs if there is none."""
     return results.measure(lesson.name, lambda: run(lesson, work), lambda found: f'{final(found):.3f}')
 
 
 def final(record: dict[str, Any]) -> float:
-    """The mean of the last two evaluations."""
+    """Returns the mean of the last two evaluations."""
     return statistics.mean(point['score'] for point in record['curve'][-2:])
 
 
 def search(results: harness.Results, lesson: Lesson, work: Path) -> tuple[float, float]:
-    """The best learning rate and KL coefficient of nine."""
+    """Returns the best learning rate and KL coefficient of nine settings."""
     found = {
         (lr, kl): final(measure(results, replace(lesson, lr=lr, kl_coef=kl), work)) for lr, kl in product(RATES, KLS)
     }
@@ -97,7 +98,7 @@ def search(results: harness.Results, lesson: Lesson, work: Path) -> tuple[float,
 
 
 def at(curve: Sequence[dict[str, float]], cpu_s: float) -> float:
-    """The score at so many CPU seconds, between evaluations on a straight line."""
+    """Returns the score at `cpu_s`, interpolated linearly between evaluations."""
     for before, after in zip(curve, curve[1:], strict=False):
         if after['cpu_s'] >= cpu_s:
             part = (cpu_s - before['cpu_s']) / (after['cpu_s'] - before['cpu_s'])
@@ -145,15 +146,15 @@ def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 def main() -> None:
     parser = harness.script_parser(__doc__, page='learning_vs_trl.md')
     parser.add_argument('task', nargs='?', choices=sorted(NEW_TOKENS))
-    parser.add_argument('--start', help='the folder that every run starts from')
+    parser.add_argument('--start', help='folder of the model that every run starts from')
     parser.add_argument(
         '--prompts', type=Path, help='JSON lines of `prompt` (text or messages) and, for additions, `answer`'
     )
-    parser.add_argument('--held_out', type=Path, help='the same, to compare on')
+    parser.add_argument('--held_out', type=Path, help='held-out prompts, in the same format')
     parser.add_argument('--classifier', default='', help='sentiment: a folder of AutoModelForSequenceClassification')
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
-    parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds of a run of the search')
-    parser.add_argument('--seconds', type=float, default=400, help='CPU seconds of a run of the comparison')
+    parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds per run of the search')
+    parser.add_argument('--seconds', type=float, default=400, help='CPU seconds per run of the comparison')
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, prompts and logs')
     args = parser.parse_args()
     if args.page:

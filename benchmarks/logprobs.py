@@ -1,12 +1,12 @@
-"""Log-probs of chosen tokens through a large output layer, by every kernel: seconds, peak memory, agreement with the
-plain path.
+"""Compares the kernels for log-probs through a large output layer: seconds, peak memory, difference from the plain
+path.
 
     python benchmarks/logprobs.py [--device cpu]
     python benchmarks/logprobs.py --blocks            # transformer blocks compiled, against plain
 
-Forward and backward of a loss with one weight per token, and the entropy as a metric. On a CPU each case is a process of
-its own with one thread: CPU seconds, and how far resident memory rises above states and weight. On CUDA the allocator
-says so. `compare(device)` and `compare_blocks(device)` give the same as dicts.
+Forward and backward of a loss with one weight per token, and the entropy as a metric. On a CPU each case runs in its
+own process with one thread, and its memory is the rise of resident memory above states and weight; on CUDA it is the
+allocator's. `compare(device)` and `compare_blocks(device)` return the numbers as dicts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.head_kernels import liger_logprobs
 
 VOCAB = 151_936
-"""Qwen 2's"""
+"""vocabulary of Qwen 2"""
 SIZES = {'cpu': ((896, 2048), (2048, 1024)), 'cuda': ((896, 8192), (2048, 8192))}
 """(width, tokens)"""
 CASES = (
@@ -44,11 +44,11 @@ CASES = (
     ('fused, frozen head', 'fused', False, 'detached'),
     ('liger, frozen head', 'liger', False, 'detached'),
 )
-"""name, kernel, whether the head is trained, entropy"""
+"""name, kernel, trained head, entropy"""
 
 
 def kernels() -> dict[str, Callable[..., Any]]:
-    """By name: (states, head, ids, with_entropy) → log-probs and entropy."""
+    """Returns functions by name: (states, head, ids, with_entropy) → log-probs and entropy."""
     found: dict[str, Callable[..., Any]] = {
         'plain': lambda x, head, ids, e: chunked_logprobs(x, head, ids, with_entropy=e),
         'fused': lambda x, head, ids, e: fused_logprobs(x, head.weight, head.bias, ids, with_entropy=e),
@@ -68,7 +68,7 @@ def inputs(device: str, width: int, tokens: int, vocab: int, dtype: torch.dtype)
 
 
 def once(kernel: Callable[..., Any], states: Tensor, head: nn.Linear, ids: Tensor, entropy: Any) -> Tensor:
-    """Forward and backward; returns the log-probs."""
+    """Runs forward and backward; returns the log-probs."""
     weights = torch.linspace(-1, 1, len(ids), device=states.device)
     logprobs, found = kernel(states, head, ids, entropy)
     loss = (logprobs * weights).sum()
@@ -79,14 +79,14 @@ def once(kernel: Callable[..., Any], states: Tensor, head: nn.Linear, ids: Tenso
 
 
 def one_case(device: str, name: str, width: int, tokens: int, vocab: int = VOCAB) -> dict[str, Any]:
-    """Seconds and bytes of a case in this process."""
+    """Measures seconds and bytes of a case in this process."""
     _, kernel, trained, entropy = next(c for c in CASES if c[0] == name)
     dtype = torch.float32 if device == 'cpu' else torch.bfloat16
     states, head, ids = inputs(device, width, tokens, vocab, dtype)
     head.requires_grad_(trained)
     run = kernels()[kernel]
     if device == 'cpu':
-        forget_peak()  # making the weight took more
+        forget_peak()  # creating the weight has a higher peak
         before = process_memory()['VmRSS']
         seconds = cpu_seconds(lambda: once(run, states, head, ids, entropy))
         peak = process_memory()['VmHWM'] - before
@@ -96,7 +96,7 @@ def one_case(device: str, name: str, width: int, tokens: int, vocab: int = VOCAB
 
 
 def _on_cuda(act: Callable[[], Any], leaves: list[Tensor], repeats: int = 3) -> tuple[float, int]:
-    act()  # kernels are compiled and chosen
+    act()  # warm-up: kernels are compiled and selected
     times, peak = [], 0
     for _ in range(repeats):
         for leaf in leaves:
@@ -110,13 +110,13 @@ def _on_cuda(act: Callable[[], Any], leaves: list[Tensor], repeats: int = 3) -> 
 
 
 def compare(device: str, sizes: Any = None, vocab: int = VOCAB, apart: bool = False) -> dict[str, Any]:
-    """Seconds, bytes and the greatest difference from the plain path, of every kernel that runs here.
+    """Measures every kernel that runs here: seconds, bytes and largest difference from the plain path.
 
-    apart: each case is a process of its own.
+    apart: run each case in its own process.
 
     Returns:
         {'cases': [{case, width, tokens, seconds, bytes}], 'differences': {kernel: {logprobs, entropy, states' gradient,
-        weight's gradient}}}; differences are relative to the largest number of the plain path, in fp32.
+        weight's gradient}}}; differences are relative to the largest value of the plain path, in fp32.
     """
     there = kernels()
     if device == 'cpu':
@@ -151,8 +151,8 @@ def differences(device: str, kernel: str, vocab: int = 5003) -> dict[str, float]
 def compare_blocks(
     device: str = 'cuda', *, layers: int = 4, width: int = 512, repeats: int = 5, backend: str = 'inductor'
 ) -> dict[str, Any]:
-    """A llama's forward and backward with its blocks compiled and not: seconds of each, of the first call, and the
-    relative difference of log-probs."""
+    """Measures a llama's forward and backward with compiled and plain blocks: seconds, seconds of the first call, and
+    the relative difference of log-probs."""
     generator = torch.Generator().manual_seed(0)
 
     def batch(seed: int) -> Any:
@@ -196,8 +196,8 @@ def compare_blocks(
 def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
-    parser.add_argument('--blocks', action='store_true', help='compiled blocks in place of kernels of the head')
-    parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='one case, in this process')
+    parser.add_argument('--blocks', action='store_true', help='measure compiled blocks, not kernels of the head')
+    parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='measure one case in this process')
     args = parser.parse_args()
     if args.device == 'cpu':
         torch.set_num_threads(1)

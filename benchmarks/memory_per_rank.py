@@ -1,8 +1,8 @@
-"""What one rank holds of a trained model under each strategy, and the most that it has at any moment of a step.
+"""Memory of one rank under each strategy: held between steps, and at the peak of a step.
 
     python benchmarks/memory_per_rank.py [--page] [--world_sizes 1 2 4]
 
-docs/results/memory_per_rank.md says what is trained and what counts as held and as peak.
+docs/results/memory_per_rank.md describes the model and defines held and peak memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMPARED = {
 
 
 class Peak:
-    """Highest anonymous resident memory inside, in MiB above that at the start."""
+    """A context that records the peak of anonymous resident memory, in MiB above the start."""
 
     def __enter__(self) -> Self:
         self.start = self.highest = process_memory()['RssAnon']
@@ -55,7 +55,7 @@ class Peak:
 
 
 def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
-    """Train a new model; what is held at the end, what its weights take whole, and how many it has."""
+    """Trains a new model; returns the memory held at the end, the size of its whole weights, and their number."""
     config = gpt2(2048, layers, width, 8, 64)
     with strategy.model_init_context():
         actor = GPTActor(config=config)

@@ -1,13 +1,12 @@
-"""docs/results/model_types.md and the table of docs/models.md: what works for each model type of transformers, by the
-checks of tests/families, and the speed of the local engine beside `model.generate`.
+"""Checks each model type of transformers by tests/families, compares the local engine's speed with `model.generate`,
+and writes docs/results/model_types.md and the table of docs/models.md.
 
     python benchmarks/models.py llama mixtral
     python benchmarks/models.py --json found.json --pages
     python benchmarks/models.py --json found.json --speed llama mixtral --pages
 
-For speed both generate the same number of tokens for the same prompts in turns, with a model 256 wide on one thread, and
-CPU seconds are compared pair by pair, so that other load on the machine slows both. Pairs are added until it is clear
-which of the two is faster.
+For speed both generate the same number of tokens for the same prompts in turns, with a model 256 wide on one thread.
+CPU seconds are compared pair by pair, since other load slows both, until it is clear which is faster.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ SPEED = 'local ÷ generate'
 WIDTH, ROWS, PROMPT, NEW = 256, 16, 16, 48
 LEAST_PAIRS, MOST_PAIRS = 9, 45
 MOST = 200_000_000
-"""parameters: a type whose other sizes do not shrink with the width is not measured"""
+"""number of parameters above which a type is not measured, since its other sizes do not shrink with the width"""
 
 
 def speed(model_type: str) -> float:
-    """CPU seconds of `model.generate` divided by those of the local engine: the median of the pairs.
+    """Returns CPU seconds of `model.generate` divided by those of the local engine, the median over pairs.
 
-    Raises ValueError where the engine refuses the model, and what transformers raises where it is not a model so wide.
+    Raises ValueError if the engine refuses the model, and transformers' error if it has no such width.
     """
     torch.manual_seed(0)
     config = family_config(model_type, width=WIDTH)
@@ -66,7 +65,7 @@ def speed(model_type: str) -> float:
     def theirs() -> Any:
         return generate(model, ids, NEW, eos_token_id=None)
 
-    assert theirs().shape[1] == PROMPT + NEW and all(s.num_actions == NEW for s in ours())  # and both are warm
+    assert theirs().shape[1] == PROMPT + NEW and all(s.num_actions == NEW for s in ours())  # also the warm-up
     found: list[float] = []
     while len(found) < LEAST_PAIRS or (len(found) < MOST_PAIRS and not differs_from_one(found)):
         found.append(cpu_seconds(theirs) / cpu_seconds(ours))
@@ -80,8 +79,9 @@ def differs_from_one(ratios: list[float]) -> bool:
 
 
 def check_speed(model_type: str) -> dict[str, str]:
-    """CPU seconds of `model.generate` divided by those of the local engine, for the same number of tokens of a model 256
-    wide, on one thread: the median of 9 pairs, up to 45 where it is near 1. ✗: the local engine refuses the model."""
+    """CPU seconds of `model.generate` divided by those of the local engine, for the same number of tokens of a model
+    256 wide, on one thread: the median of 9 pairs, up to 45 where it is near 1. ✗: the local engine refuses the
+    model."""
     transformers.logging.set_verbosity_error()
     try:
         return {SPEED: f'ok: {speed(model_type):.2f}'}
@@ -90,7 +90,7 @@ def check_speed(model_type: str) -> dict[str, str]:
 
 
 def tables(found: dict[str, dict[str, str]]) -> dict[str, str]:
-    """The generated parts of both pages, by name."""
+    """Returns the generated parts of both pages, by name."""
     found = dict(sorted(found.items()))
     tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
     useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no:')}
@@ -128,7 +128,7 @@ LIMITS = {
 
 
 def limits(tried: dict[str, dict[str, str]], useful: dict[str, dict[str, str]]) -> str:
-    """The table of docs/models.md: by check, the model types that it refuses."""
+    """Returns the table of docs/models.md: the refused model types by check."""
     refused = {name: [k for k, checks in useful.items() if checks[name].startswith('no:')] for name in CHECKS}
     full = len(useful) - len({kind for kinds in refused.values() for kind in kinds})
     rows = [(LIMITS.get(name, name), ', '.join(kinds)) for name, kinds in refused.items() if kinds]
@@ -139,7 +139,7 @@ def limits(tried: dict[str, dict[str, str]], useful: dict[str, dict[str, str]]) 
 
 
 def _speed(checks: dict[str, str]) -> str:
-    """The ratio, or the cell of the local engine where it refuses the model."""
+    """Returns the ratio, or the cell of the local engine if it refuses the model."""
     return cell(checks['local'] if checks['local'].startswith('no:') else checks.get(SPEED, 'none'))
 
 
@@ -149,10 +149,10 @@ def _reason(text: str) -> str:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument('types', nargs='*', help='model types; all of them unless given')
+    parser.add_argument('types', nargs='*', help='model types; default: all')
     parser.add_argument('--pages', action='store_true', help='write the tables of both pages')
-    parser.add_argument('--json', type=Path, help='add the results to this file, and skip the types that it has')
-    parser.add_argument('--speed', action='store_true', help='measure the speed of types that were checked before')
+    parser.add_argument('--json', type=Path, help='file of results; the types in it are skipped')
+    parser.add_argument('--speed', action='store_true', help='measure the speed of types in the file')
     args = parser.parse_args()
     torch.set_num_threads(1)
     with suppress(Exception):  # for all types, which are processes of their own; where there is none, its check says so

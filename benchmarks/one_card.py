@@ -1,9 +1,9 @@
-"""Learning on one trunk: PPO with a critic, a reward model and a reference on randomwalks; on one trunk in 4 bits, on
-one in fp32, and with four models of their own.
+"""PPO with a critic, a reward model and a reference on randomwalks: on one trunk in 4 bits, on one in fp32, and with
+four separate models.
 
     python benchmarks/one_card.py --page
 
-docs/results/one_card.md says what is trained and measured; the task is `randomwalks_task`.
+docs/results/one_card.md describes the measurement; the task is `randomwalks_task`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
 
 
 def spoiled(walk: str, rng: random.Random) -> str:
-    """The walk with a letter left out, another in its place, or its end cut off."""
+    """Returns the walk with a letter removed or replaced, or with its end cut off."""
     before, after = walk[: (place := rng.randrange(1, len(walk)))], walk[place + 1 :]
     return before + rng.choice((after, rng.choice(rw.LETTERS) + after, ''))
 
 
 def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
-    """Pairs of walks from the same start, the one of higher optimality first."""
+    """Returns pairs of walks from the same start, the one of higher optimality first."""
     rng = random.Random(seed)
     from_start = defaultdict(list)
     for walk in task.walks:
@@ -64,7 +64,7 @@ def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
 
 
 def base_model(task: rw.Task, seed: int) -> Any:
-    """A small GPT-2 that has learned the walks."""
+    """Returns a small GPT-2 trained on the walks."""
     config = rw.config()
     config.n_layer, config.n_embd, config.n_head = 2, 128, 4
     return rw.learn_walks(task, config, seed, steps=SFT_STEPS, lr=1e-3).model
@@ -84,7 +84,7 @@ def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
 
 @torch.no_grad()
 def accuracy(reward_model: Any, pairs: list[Any]) -> float:
-    """Share of pairs in the right order."""
+    """Returns the share of pairs in the right order."""
 
     def scores(place: int) -> torch.Tensor:
         answers = [(p.prompt_ids, p.responses[place], p.response_masks[place]) for p in pairs]
@@ -97,8 +97,8 @@ def accuracy(reward_model: Any, pairs: list[Any]) -> float:
 
 
 def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
-    """One run: the reward model's accuracy on new pairs, and the policy's optimality at every evaluation. CPU seconds
-    are those after the SFT."""
+    """Returns the reward model's accuracy on new pairs, and the policy's optimality at every evaluation. CPU seconds
+    start after the SFT."""
     torch.set_num_threads(1)
     cpu = time.process_time()
     base, tokenizer = deepcopy(base), rw.tokenizer()

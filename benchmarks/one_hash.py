@@ -1,13 +1,13 @@
-"""One run, one hash: the SHA-256 of the final weights of every method, in every layout, killed and moved.
+"""Compares the SHA-256 of the final weights of every method across layouts, killed and resumed runs included.
 
     python benchmarks/one_hash.py                                             # everything; hours on two cores
     python benchmarks/one_hash.py --only ppo sft --layouts naive ddp2 seed --precisions fp32
     python benchmarks/one_hash.py --layouts cost --only ppo dpo
-    python benchmarks/one_hash.py --page                                      # the page of what has been measured
+    python benchmarks/one_hash.py --page                                      # the page of earlier measurements
 
-Parts may run at different times on one machine: results are added to --results, a part that is there is not run again,
-and run folders stay in --work, where every run is compared with its Naive one as `chatgpt-rlhf verify` does. Runs are
-those of one_hash_runs.py: 20 optimizer steps in 5 phases, with reproducible='exact'.
+Parts may run at different times on one machine: results are added to --results and not measured again, and run folders
+stay in --work, where every run is compared with its Naive one as by `chatgpt-rlhf verify`. Runs are those of
+one_hash_runs.py: 20 optimizer steps in 5 phases, with reproducible='exact'.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[str, str, int]] = {
     'seed': ('other seed', 'naive', 1),
     'bit': ('one bit', 'naive', 1),
 }
-"""{name: (title, strategy, processes)}; the first is what others are compared with, the last two must differ"""
+"""{name: (title, strategy, processes)}; the first is the reference, the last two must differ"""
 CONTROLS = ('seed', 'bit')
 COST_LAYOUTS = ('naive', 'ddp2', 'fsdp2')
 PRECISIONS = ('fp32', 'bf16')
@@ -64,10 +64,10 @@ def parser() -> Parser:
     out.add_argument('--precisions', nargs='+', default=list(PRECISIONS), choices=PRECISIONS)
     out.add_argument('--results', type=Path, default=RESULTS / 'one_hash.json')
     out.add_argument(
-        '--work', type=Path, default=Path(tempfile.gettempdir()) / 'one_hash', help='where run folders stay'
+        '--work', type=Path, default=Path(tempfile.gettempdir()) / 'one_hash', help='folder of the run folders'
     )
     out.add_argument(
-        '--page', action='store_true', help='write docs/results/one_hash.md from the results; nothing is run'
+        '--page', action='store_true', help='write docs/results/one_hash.md from the results, without runs'
     )
     return out
 
@@ -98,7 +98,7 @@ def job_of(folder: Path, method: str, precision: str, layout: str, **more: Any) 
 
 
 def one_run(folder: Path, method: str, precision: str, layout: str) -> dict[str, Any]:
-    """Runs a part in processes of this program, unless a launcher has done so, and compares it with the Naive run."""
+    """Runs a part in processes of this program, unless a launcher ran it, and compares it with the Naive run."""
     ranks = LAYOUTS[layout][2]
     more = {'seed': 2} if layout == 'seed' else {'flip': True} if layout == 'bit' else {}
     job = job_of(folder, method, precision, layout, **more)
@@ -133,11 +133,11 @@ def kill(job: Job, ranks: int) -> None:
         if phase != one_hash_runs.KILLED_AT // one_hash_runs.PER_PHASE:
             raise RuntimeError(f'{job.folder}: killed after {phase} phases') from error
         return
-    raise RuntimeError(f'{job.folder}: nobody was killed')
+    raise RuntimeError(f'{job.folder}: no process was killed')
 
 
 def launch(layout: str, parts: list[tuple[str, str]], folder: Path, results: Results) -> None:
-    """The runs of all parts that have no results, by one start of a launcher."""
+    """Runs all parts without results by one start of a launcher."""
     jobs = [job_of(folder, *part, layout) for part in parts if f'{part[0]}, {part[1]}, {layout}' not in results]
     if not jobs:
         return
@@ -157,7 +157,7 @@ def cost(method: str, precision: str, layout: str) -> dict[str, list[float]]:
 
 
 def refusal(text: str) -> str | None:
-    """What a strategy says that cannot do this; None of any other failure."""
+    """Returns the message of a strategy that does not support this; None for any other failure."""
     lines = [line for line in text.splitlines() if line.startswith('ValueError: ') and 'exact' in line]
     return lines[-1].removeprefix('ValueError: ') if lines else None
 
@@ -168,7 +168,7 @@ DIGITS = 16
 
 
 def runs_table(results: Mapping[str, Any]) -> str:
-    """A row for each method and precision, what is refused or not the same, and the counts."""
+    """Returns a row for each method and precision, the refused and different cells, and the counts."""
     rows, notes, same, compared, differ, controls = [], list[str](), 0, 0, 0, 0
     for method, precision in product(METHODS, PRECISIONS):
         reference = results.get(f'{method}, {precision}, naive')
@@ -189,8 +189,8 @@ def runs_table(results: Mapping[str, Any]) -> str:
     table = markdown(
         ['method', 'precision', 'SHA-256 (Naive)', *(title for title, _, _ in list(LAYOUTS.values())[1:])], rows
     )
-    said = f'{same} of {compared} runs are the same as the Naive one; {differ} of {controls} controls differ.'
-    return '\n\n'.join([table, said, *dict.fromkeys(notes)])
+    summary = f'{same} of {compared} runs are the same as the Naive one; {differ} of {controls} controls differ.'
+    return '\n\n'.join([table, summary, *dict.fromkeys(notes)])
 
 
 def cell(row: dict[str, Any] | None, reference: dict[str, Any]) -> str:

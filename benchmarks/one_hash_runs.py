@@ -1,4 +1,4 @@
-"""The short runs of one_hash.py: every method, 20 optimizer steps on recorded or drawn tokens.
+"""The short runs of one_hash.py: every method, 20 optimizer steps on recorded or generated tokens.
 
 python benchmarks/one_hash_runs.py JOBS.json       # a list of `Job`s, under any launcher
 """
@@ -41,12 +41,12 @@ STRATEGIES: dict[str, Any] = {
 }
 UPDATES, PER_PHASE = 20, 4
 FLIPPED_AT = KILLED_AT = 10
-"""updates done before; in the middle of the third phase"""
+"""number of updates before; in the middle of the third phase"""
 FLIPPED_BIT = 20
 SMALL: dict[str, Any] = {'vocab_size': 64, 'hidden': 36, 'layers': 2, 'heads': 2, 'positions': 64}
 LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 128, 'layers': 2, 'heads': 4, 'positions': 128}
 BATCH = {False: 16, True: 128}
-"""sequences of a train batch; by whether the cost is measured, where an atom has a thousand tokens"""
+"""sequences of a train batch; True: when measuring the cost, where an atom has a thousand tokens"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Job:
     exact: bool = True
     updates: int = UPDATES
     kill: bool = False
-    """by SIGKILL, amid a phase, on the last rank"""
+    """kill the last rank by SIGKILL in the middle of a phase"""
     flip: bool = False
-    """one bit of one gradient"""
+    """flip one bit of one gradient"""
     resume: bool = False
 
 
@@ -74,7 +74,7 @@ class Killed(Callback):
 
 
 class Flipped(Callback):
-    """One bit of one element of one gradient, in one backward."""
+    """Flips one bit of one element of one gradient, in one backward pass."""
 
     def on_learn_batch_start(self, trainer: Any) -> None:
         if trainer.num_updates != FLIPPED_AT:
@@ -93,7 +93,7 @@ class Flipped(Callback):
 
 
 def run(job: Job, sizes: dict[str, Any] = SMALL) -> None:
-    """Train it to its end, with a checkpoint after every phase."""
+    """Trains to the end, with a checkpoint after every phase."""
     callbacks: list[Any] = [SaveCheckpoint(interval=1)]
     callbacks += [Killed()] * job.kill + [Flipped()] * job.flip
     with strategy_of(job) as strategy:
@@ -205,8 +205,8 @@ def pairs(count: int, sizes: dict[str, Any]) -> list[TokenizedPreference]:
 
 
 def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 2) -> dict[str, list[float]]:
-    """Of a phase of runs that alternate (ordinary, exact, ordinary, ...): CPU seconds, all ranks together, and wall time
-    under '..._s'. The first phase of a run is not counted. Nothing is written."""
+    """Returns CPU seconds of a phase, summed over ranks, of runs that alternate (ordinary, exact, ordinary, ...), and
+    wall time under '..._s'. The first phase of a run is not counted, and nothing is written."""
     found: dict[str, list[float]] = {'ordinary': [], 'exact': [], 'ordinary_s': [], 'exact_s': []}
     for exact in (False, True) * pairs_of_runs:
         job = Job(method, precision, strategy, '', exact=exact, updates=PER_PHASE)

@@ -1,4 +1,4 @@
-"""Bits, names, models, seconds and memory of our adapted layers and of PEFT's, for docs/results/peft_layers.md."""
+"""Compares our adapted layers with PEFT's (bits, names, models, seconds, memory) for docs/results/peft_layers.md."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def adapt(model: Any, way: str, targets: Any = None, rank: int = 2) -> Any:
 
 
 def factors(model: Any) -> dict[str, list[Tensor]]:
-    """A and B by the name of their layer."""
+    """Returns A and B by layer name."""
     pairs = {n: (m.lora_A, m.lora_B) for n, m in model.named_modules() if hasattr(m, 'lora_A')}
     return {n: [p if isinstance(p, Tensor) else p['default'].weight for p in both] for n, both in pairs.items()}
 
 
 def of_a_family(family: str) -> dict[str, list[str]]:
-    """Rows about a tiny model that is adapted in both ways with the same numbers."""
+    """Returns rows about a tiny model, adapted both ways with the same weights."""
     base = tiny_causal_lm(family)
     ours, theirs = (adapt(copy.deepcopy(base), way) for way in WAYS)
     generator = torch.Generator().manual_seed(0)
@@ -75,14 +75,14 @@ def of_a_family(family: str) -> dict[str, list[str]]:
 
 
 def adapted(kind: str, way: str) -> str:
-    """Layers that are adapted, or the refusal."""
-    targets = ['q_proj'] if kind == 'nf4' else None  # of which PEFT says why it takes none
+    """Returns the adapted layers, or the refusal."""
+    targets = ['q_proj'] if kind == 'nf4' else None  # PEFT says why it adapts none of these
     with torch.device('meta' if kind == 'meta' else 'cpu'):
         config = AutoConfig.for_model(kind, vocab_size=64, **SMALL[kind]) if kind in SMALL else None
         model = AutoModelForCausalLM.from_config(config) if config else tiny_causal_lm('llama', hidden=64)
         if kind == 'nf4':
             quantize_blocks(model)
-        if kind == 'trunk':  # as the roles of a `SharedTrunk`: a second tree over the very same tensors
+        if kind == 'trunk':  # like the roles of a `SharedTrunk`: a second module tree over the same tensors
             adapt(copy.deepcopy(model, {id(p): p for p in model.parameters()}), way, targets)
         try:
             return f'{len(factors(adapt(model, way, targets)))} layers'
@@ -91,7 +91,7 @@ def adapted(kind: str, way: str) -> str:
 
 
 def steps(way: str) -> dict[str, float]:
-    """Median CPU seconds of a step, and the most that was resident."""
+    """Returns the median CPU seconds of a step, and peak resident memory."""
     model = adapt(AutoModelForCausalLM.from_config(gpt2()), way, rank=8).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = torch.randint(0, 512, (8, 64))

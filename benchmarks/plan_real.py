@@ -1,10 +1,10 @@
-"""The plan of runs on a real model against the peak of their processes, both from the command.
+"""Compares the planned memory of runs on a real model with the measured peak of their processes.
 
-    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder; files of `make real`
+    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder, files of `make real`
     python benchmarks/plan_real.py --page
 
 Each case is planned (`--plan`) and then run for one learning phase, as short as the plan's peak allows; the peak is the
-largest resident memory of the whole process (wait4). 'kept back' is the peak with malloc returning freed memory at once.
+largest resident memory of the whole process (wait4). 'kept back' is the peak if malloc returns freed memory at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BATCHES = (4, 16)
 
 
 def files(folder: Path, demonstrations: Path) -> dict[str, str]:
-    """Pairs and a reward function beside the data."""
+    """Writes preference pairs and a reward function; returns the values of placeholders in commands."""
     rows = [json.loads(line)['messages'] for line in demonstrations.read_text().splitlines()]
     pairs = [
         {'prompt': question['content'], 'chosen': answer['content'], 'rejected': answer['content'][:-3] + '11.'}
@@ -55,15 +55,15 @@ def files(folder: Path, demonstrations: Path) -> dict[str, str]:
 
 
 def call(words: list[str], **env: str) -> tuple[str, int]:
-    """What a command printed, and its largest resident memory in bytes."""
+    """Runs a command; returns its output and peak resident memory in bytes."""
     out, own = tempfile.TemporaryFile('w+'), harness.environment(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', **env)
     child = subprocess.Popen([sys.executable, '-m', 'chatgpt', *words], env=own, stdout=out, stderr=out)
     _, status, used = os.wait4(child.pid, 0)
     out.seek(0)
-    said = out.read()
+    output = out.read()
     if status and '--plan' not in words:
-        raise SystemExit(f'{" ".join(words)}\n{said[-2000:]}')
-    return said, used.ru_maxrss * 1024
+        raise SystemExit(f'{" ".join(words)}\n{output[-2000:]}')
+    return output, used.ru_maxrss * 1024
 
 
 def measure(case: str, batch: int, args: argparse.Namespace, folder: Path, places: dict[str, str]) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def measure(case: str, batch: int, args: argparse.Namespace, folder: Path, place
     place = folder / 'run'
     words = [method, str(data), '--pretrain', str(args.model), *sizes, *(word.format(**places) for word in own)]
     words += ['--save_path', str(place), '--checkpoint_minutes=0']
-    said, _ = call([*words, '--plan'])
-    found = re.search(r'needs ([\d.]+) (MiB|GiB) per device \(at its peak, (\w+)\)', said)
+    output, _ = call([*words, '--plan'])
+    found = re.search(r'needs ([\d.]+) (MiB|GiB) per device \(at its peak, (\w+)\)', output)
     if found is None:
-        raise SystemExit(f'{case} was not planned:\n{said}')
+        raise SystemExit(f'{case} was not planned:\n{output}')
     shutil.rmtree(place, ignore_errors=True)
     peak = call(words)[1]
     shutil.rmtree(place, ignore_errors=True)

@@ -1,9 +1,8 @@
-"""Preference optimisation where the truth is known: win rate over the SFT model before and after, for each loss on the
-same budget.
+"""Preference optimisation with a known true value: win rate over the SFT model, for each loss on the same budget.
 
     python benchmarks/preference.py [--seeds 1 2 3] [--page]
 
-docs/results/preference.md says what each loss trains on and what a win is.
+docs/results/preference.md describes the data of each loss and defines a win.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NUM_PAIRS, NUM_PROMPTS = 1500, 200
 
 
 def stories_in_pairs(seed: int) -> list[dict[str, str]]:
-    """Two stories under one prompt, the better one chosen; pairs of equal value are left out."""
+    """Returns pairs of stories for a prompt, the better one chosen; pairs of equal value are dropped."""
     rows = demo_world.demo_corpus(4 * NUM_PAIRS, seed=1000 + seed)
     pairs = []
     for first, second in zip(rows[::2], rows[1::2], strict=True):
@@ -61,7 +60,7 @@ def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
 
 
 def values(actor: Any, tokenizer: Any, seed: int) -> list[float]:
-    """True value of a sampled response to each of the new prompts."""
+    """Returns the true value of a sampled response to each of the new prompts."""
     prompts = load_prompts(demo_world.demo_prompts(NUM_PROMPTS, seed=99), tokenizer)
     engine = LocalEngine()
     engine.begin(actor)
@@ -91,7 +90,7 @@ def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | N
 
 
 def measure(seed: int, results: Results, tokenizer: Any) -> None:
-    """Every loss from one SFT model; what is there already is not done again."""
+    """Trains every loss that has no result from one SFT model."""
     if all(f'{name} {seed}' in results for name in ('before', *LOSSES)):
         return
     start = sft(seed, tokenizer)
@@ -108,7 +107,7 @@ def measure(seed: int, results: Results, tokenizer: Any) -> None:
 
 
 def table(results: Results, seeds: list[int]) -> str:
-    """One row per loss over all seeds."""
+    """Returns a row per loss, over all seeds."""
     before, rows = mean(results[f'before {seed}'] for seed in seeds), []
     for name in LOSSES:
         runs = [results[f'{name} {seed}'] for seed in seeds]

@@ -1,8 +1,8 @@
-"""Memory of a process on a CPU beside its tensors: resident memory after PPO of a model of no size.
+"""Memory of a process on a CPU apart from its tensors: resident memory after PPO of a minimal model.
 
     python benchmarks/process_memory.py
 
-Runs two phases of PPO with four networks of 35,000 parameters through the command's own recipe and prints resident
+Runs two phases of PPO with four networks of 35,000 parameters through the command's recipe and prints resident
 memory after the imports and at the end; `chatgpt.plan.setup.PROCESS_BYTES` is the last number, rounded.
 """
 
@@ -17,7 +17,7 @@ from harness import ppo_trainer, process_memory
 
 
 def resident() -> float:
-    """MiB now."""
+    """Returns the resident memory in MiB."""
     return process_memory()['VmRSS'] / 2**20
 
 

@@ -1,12 +1,12 @@
-"""Writes the numbers of README and guides again from the JSON files of results, and the pages that follow from such files alone.
+"""Rewrites the numbers of README and guides, and the pages made of results alone, from the JSON files of results.
 
     python benchmarks/quoted.py [--check]     # make numbers [CHECK=1]
 
-Nothing is measured and no picture drawn. A line is printed for each number and table that differed; with --check nothing is
-written, and a difference is an error.
+It measures and plots nothing. It prints a line for each number and table that differs; with --check it writes nothing,
+and a difference is an error.
 
-A guide holds a number as plain text. `quotes` has its page, the words around it with a format in place of each number, and
-the values. The words are found wherever the page's lines break; who changes them changes them here too.
+A guide holds a number as plain text. `quotes` has its page, the words around it with a format for each number, and the
+values. Line breaks of the page do not matter; a change of the words must be repeated here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
 NUMBER = r'(?<![\d.])([-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?)(?!\d)'
 Values = Sequence[float] | Mapping[str, float]
 Quote = tuple[str, str, Values]
-"""page, words with formats, values in their order or by the names in the words"""
+"""page, words with formats, values in order or by name"""
 
 
 def read(path: str) -> Any:
@@ -76,9 +76,9 @@ def real_model() -> Iterator[Quote]:
     yield page, '"score_mean": {:.3f},', [before]
     yield page, '{:.0f} of 200 answers is right', [200 * before]
     yield page, 'eval score {:.2f} → {:.3f} in 8 phases, KL {:.3f} nats', [sft, ppo, runs['ppo'][0]['kl']]
-    words = 'As it is {:.1f} % are right, after SFT {:.0f} %, after PPO {:.1f} %. The standard error of a score of 200'
+    words = 'Before training {:.1f} % are right, after SFT {:.0f} %, after PPO {:.1f} %. The standard error'
     yield page, words, [100 * before, 100 * sft, 100 * ppo]
-    yield page, 'questions is {:.1f} %,', [100 * math.sqrt(ppo * (1 - ppo) / 200)]
+    yield page, 'with 200 questions is {:.1f} %,', [100 * math.sqrt(ppo * (1 - ppo) / 200)]
     gain = harness.interval([row['score'] for row in runs['ppo']], [row['before'] for row in runs['ppo']])
     yield page, 'with three seeds it is {:.1f} ± {:.1f} %', [100 * float(part) for part in gain.split(' ± ')]
 
@@ -121,7 +121,7 @@ def peers() -> Iterator[Quote]:
 
 
 def fill(page: str, text: str, words: str, values: Values, found: list[str]) -> str:
-    """Returns the text with the values in it; what was there instead becomes a line of `found`."""
+    """Returns the text with the values in it; a line is added to `found` for each old value that differs."""
     parts = list(Formatter().parse(words))
     fields = [(name, spec) for _, name, spec, _ in parts if spec is not None]
     numbers = [values[name] for name, _ in fields] if isinstance(values, Mapping) else values
@@ -168,7 +168,7 @@ def differing_pages(write: bool) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--check', action='store_true', help='change nothing; fail where something differs')
+    parser.add_argument('--check', action='store_true', help='write nothing; fail if a number or table differs')
     args = parser.parse_args(argv)
     found = [*differing_quotes(not args.check), *differing_pages(not args.check)]
     print('\n'.join(found) or 'every number is that of its results')

@@ -1,8 +1,7 @@
-"""Models of random weights whose numbers are drawn on the device: on one thread of a CPU each takes 25 ns, and the models
-of a benchmark have billions.
+"""Models with random weights drawn on the device, since one CPU thread takes 25 ns per number and models have billions.
 
-Matrices are N(0, 0.02²), norms and biases as they start. Left out: the numbers that `chatgpt.nn` gives a new model from a
-seed, which are a CPU's.
+Matrices are N(0, 0.02²); norms and biases have their initial values. Weights differ from those that `chatgpt.nn` draws
+from the same seed on the CPU.
 """
 
 from __future__ import annotations
@@ -14,27 +13,28 @@ import transformers
 
 
 def random_model(auto_class: str, config: Any, *, place: Any, draw: Any, dtype: Any = None) -> Any:
-    """A model of transformers' `auto_class` on the device `place`, numbers drawn on `draw`. dtype: torch.float32."""
+    """Returns a model of `auto_class` on the device `place`, drawn on the device `draw`. dtype: default
+    torch.float32."""
     model = empty_model(auto_class, config, torch.float32 if dtype is None else dtype)
     fill(model, model, place, draw)
     return model.eval()
 
 
 def empty_model(auto_class: str, config: Any, dtype: Any) -> Any:
-    """Shapes without numbers."""
+    """Returns a model on the meta device."""
     with torch.device('meta'):
         return getattr(transformers, auto_class).from_config(config, dtype=dtype)
 
 
 def checkpoint_blocks(model: Any) -> None:
-    """Let the backward pass recompute activations."""
+    """Enables gradient checkpointing."""
     # transformers 5.17 has only the older name, which 5.23 deprecates
     enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
     enable({'use_reentrant': False})
 
 
 def fill(module: Any, model: Any, place: Any, draw: Any) -> None:
-    """Numbers for what of `module`, a part of `model`, is on the meta device. Tied parameters of a module stay tied."""
+    """Draws the meta-device tensors of `module`, a part of `model`. Tied parameters of a module stay tied."""
     made: dict[Any, Any] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -48,7 +48,7 @@ def fill(module: Any, model: Any, place: Any, draw: Any) -> None:
         for name in computed:
             owner._buffers[name] = torch.zeros_like(owner._buffers[name], device=place)
         if computed and not owner._parameters:
-            model._init_weights(owner)  # transformers computes frequencies and the like there
+            model._init_weights(owner)  # computes buffers such as rotary frequencies
 
 
 def _drawn(parameter: Any, name: str, draw: Any) -> Any:

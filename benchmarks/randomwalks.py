@@ -5,7 +5,7 @@ the walks.
     python benchmarks/randomwalks.py --page
 
 Methods are ilql, ppo, a2c, grpo, rloo and reinforce++; --times 3 trains three times as long. The task is
-`randomwalks_task`, and docs/results/randomwalks.md says how each method trains and what is measured.
+`randomwalks_task`, and docs/results/randomwalks.md describes training and measurement.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reward_of(task: rw.Task) -> Any:
 
 
 class Curve:
-    """Collects what an `Evaluator` measures."""
+    """A wrapper of an evaluation that keeps its results."""
 
     def __init__(self, evaluate: Any) -> None:
         self.evaluate, self.rows = evaluate, list[dict[str, float]]()
@@ -100,8 +100,7 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, **changes: Any) -> dict
 
 
 def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path) -> tuple[Any, dict[str, float]]:
-    """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other
-    methods."""
+    """Returns a model trained on the walks (300 steps of batch 100) and its seconds; cached in `cache`."""
     file = cache / f'sft-{graph_seed}-{seed}.pt'
     if file.exists():
         kept = torch.load(file, weights_only=True)
@@ -201,7 +200,7 @@ def main() -> None:
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     parser.add_argument('--times', type=int, default=1)
     parser.add_argument(
-        '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
+        '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='folder of the SFT models'
     )
     args = parser.parse_args()
     results = harness.Results('randomwalks.json')

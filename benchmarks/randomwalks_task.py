@@ -1,10 +1,10 @@
-"""The randomwalks task of trlX: find short ways to node 'a' in a small directed graph, from random walks.
+"""The randomwalks task of trlX: find short paths to node 'a' in a small directed graph, from random walks.
 
-A graph of 21 nodes is drawn from numpy's RandomState(graph seed): an edge where rand(21, 21) > 0.9, none from a node to
-itself, drawn again until every node has a way out; 'a' is the goal and leads only to itself. A walk starts anywhere
-else, makes up to 9 uniform moves and stops at 'a'. A text is the letters of its nodes. Optimality of a walk from a
-start: (10 − length) / (10 − shortest), where length counts nodes up to the first 'a' (10 if it is never reached or a
-move is no edge) and shortest those of the shortest way.
+A graph of 21 nodes is drawn from numpy's RandomState(graph seed): an edge where rand(21, 21) > 0.9, without self-loops,
+redrawn until every node has an outgoing edge; 'a' is the goal and leads only to itself. A walk starts at another node,
+makes up to 9 uniform moves and stops at 'a'. A text is the letters of its nodes. The optimality of a walk is (10 −
+length) / (10 − shortest), where length counts nodes up to the first 'a' (10 if it is never reached or a move is no
+edge) and shortest those of the shortest path from its start.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ class Task:
     """(21, 21) bool"""
     walks: tuple[str, ...]
     shortest: dict[str, int]
-    """by start letter, both ends counted, at most 10"""
+    """number of nodes by start letter, with both ends, at most 10"""
 
     @property
     def starts(self) -> list[str]:
         return list(LETTERS[1:])
 
     def length(self, walk: str) -> int:
-        """Nodes up to the first 'a'; 10 for a walk that breaks off the graph, leaves the alphabet or does not
-        arrive."""
+        """Returns the number of nodes up to the first 'a'; 10 for a walk that is invalid or does not reach it."""
         for i, letter in enumerate(walk[:MAX_LENGTH]):
             if letter not in LETTERS:
                 return MAX_LENGTH
@@ -57,15 +56,15 @@ class Task:
         return MAX_LENGTH
 
     def optimality(self, walk: str) -> float:
-        """In [0, 1]; 1 for a shortest way from the walk's first letter."""
+        """Returns the optimality in [0, 1]; 1 for a shortest path from the walk's first letter."""
         return (MAX_LENGTH - self.length(walk)) / (MAX_LENGTH - self.shortest[walk[0]])
 
 
 def make_task(graph_seed: int) -> Task:
-    """The graph and its 1,000 walks.
+    """Returns the graph with its 1,000 walks.
 
     Raises:
-        ValueError: a start from which 'a' is not reached within 10 nodes: its optimality would be 0/0.
+        ValueError: 'a' is not within 10 nodes of some start, where optimality would be 0/0.
     """
     rng = np.random.RandomState(graph_seed)
     while True:
@@ -95,7 +94,7 @@ def make_task(graph_seed: int) -> Task:
 
 
 def _shortest(edges: np.ndarray, start: int) -> int:
-    """Breadth-first search: nodes on the shortest way to 'a'."""
+    """Returns the number of nodes on the shortest path to 'a', by breadth-first search."""
     seen, queue = {start: 1}, deque([start])
     while queue:
         node = queue.popleft()
@@ -109,7 +108,7 @@ def _shortest(edges: np.ndarray, start: int) -> int:
 
 
 def tokenizer() -> Any:
-    """One token a letter; a prompt has no begin token before it."""
+    """Returns a tokenizer with one token per letter and no begin token."""
     vocab = {c: i for i, c in enumerate([PAD, BOS, EOS, *LETTERS])}
     inner = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex('.'), 'isolated')
@@ -118,12 +117,12 @@ def tokenizer() -> Any:
 
 
 def config() -> Any:
-    """GPT-2 of 6 layers x 144, with new weights."""
+    """Returns the config of a GPT-2 of 6 layers x 144."""
     return gpt2(len(LETTERS) + 3, 6, 144, 12, 16, eos_token_id=2)
 
 
 def sequences(walks: Any) -> list[Any]:
-    """Walks as records: the first letter is the prompt, the rest and the end token the response."""
+    """Returns walks as sequences: the first letter is the prompt, the rest and the end token the response."""
     ids = {c: i + 3 for i, c in enumerate(LETTERS)}
     records = []
     for walk in walks:
@@ -134,7 +133,7 @@ def sequences(walks: Any) -> list[Any]:
 
 
 def learn_walks(task: Task, config: Any, seed: int, *, steps: int, lr: float) -> GPTActor:
-    """A new model that has learned the walks, in batches of 100."""
+    """Returns a new model trained on the walks in batches of 100."""
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor = GPTActor(config=config)
         adam = partial(torch.optim.AdamW, lr=lr)

@@ -1,8 +1,8 @@
-"""The page of what the tasks of examples/real_model leave: additions (`make real`), sentiment, preferences.
+"""Writes the page of the results of examples/real_model: additions (`make real`), sentiment, preferences.
 
 make real REAL_ARGS='--out outputs/real-1 --seed 1'
-python benchmarks/real_model.py outputs/real-* ...     # takes in their results, and writes the page
-python benchmarks/real_model.py --page                 # the page from what was taken in before
+python benchmarks/real_model.py outputs/real-* ...     # adds their results and writes the page
+python benchmarks/real_model.py --page                 # the page from earlier results
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCORES = {'additions': 'share of held-out sums right', 'sentiment': 'held-out re
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Each run's mean over seeds; its gain is over the same seed's score before the run."""
+    """Returns each run's mean over seeds; a gain is relative to the same seed's score before the run."""
     names = list(dict.fromkeys(row['run'] for record in records for row in record['rows']))
     rows = []
     for name in names:
@@ -76,8 +76,8 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = harness.script_parser(__doc__, PAGE)
-    parser.add_argument('folders', nargs='*', type=Path, help='folders that the tasks left')
-    parser.add_argument('--data', default='', help='name of the data, where a task was run on several')
+    parser.add_argument('folders', nargs='*', type=Path, help='output folders of the tasks')
+    parser.add_argument('--data', default='', help='name of the data, if a task ran on several')
     args = parser.parse_args()
     kept = harness.Results(RECORDS)
     for folder in args.folders:

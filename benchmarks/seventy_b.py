@@ -1,9 +1,9 @@
-"""Llama 3 70B on eight and sixteen GPUs of 80 GiB, by the planner: which method fits under which strategy, with what
-peak in each phase, and the longest sequence. Nothing is loaded and nothing is run.
+"""Plans Llama 3 70B on eight and sixteen GPUs of 80 GiB: the methods that fit under each strategy, the peak of each
+phase and the longest sequence. No model is loaded.
 
     python benchmarks/seventy_b.py --page
 
-Numbers that the file of --json has are not planned again. Speed is not planned.
+Numbers in the file of --json are not planned again. Speed is not planned.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SHAPE = {
     'max_position_embeddings': 131072,
     'tie_word_embeddings': False,
 }
-"""of Llama 3 70B: 70.6 billion parameters"""
+"""Llama 3 70B: 70.6 billion parameters"""
 DEVICE, HOST = 80 * 2**30, 2 * 2**40
 GPUS = (8, 16)
 SEQUENCES = 128
-"""of a phase and of a train batch"""
+"""sequences of a phase and of a train batch"""
 METHODS: dict[str, dict[str, Any]] = {
     'PPO, all weights': {'critic': 'own', 'frozen': True},
     'PPO, LoRA': {'critic': 'own', 'lora_rank': 16, 'frozen': True},
     'GRPO, all weights': {'critic': 'none', 'num_samples_per_prompt': 8},
     'GRPO, LoRA': {'critic': 'none', 'num_samples_per_prompt': 8, 'lora_rank': 16},
 }
-"""'frozen': there is a reward model of the same shape; without, rewards are a function"""
+"""'frozen': with a reward model of the same shape; otherwise the reward is a function"""
 LAYOUTS: dict[str, dict[str, Any]] = {
     'FSDP2': {},
     'FSDP2 + TP 2': {'tensor_parallel': 2},
@@ -58,9 +58,9 @@ def setup_of(method: str, layout: str, gpus: int, tokens: int, elsewhere: bool) 
     config, options, where = LlamaConfig(**SHAPE), dict(METHODS[method]), dict(LAYOUTS[layout])
     parts, frozen = where.pop('tensor_parallel', 1), options.pop('frozen', False)
     if 'offload' in where and not (frozen or not options.get('lora_rank')):
-        return None  # no model waits
+        return None  # no model is idle
     if elsewhere and where.pop('stream_blocks', False):
-        return None  # nothing is generated here
+        return None  # the method generates nothing
     return Setup(
         config=config,
         reward_config=config if frozen else None,
@@ -91,7 +91,7 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
         if setup is None:
             continue
         if found and found['here']['longest'] is None and found['here']['others'] > DEVICE * 0.95:
-            continue  # it is not the responses that do not fit
+            continue  # responses are not what does not fit
         plan = make_plan(setup)
         phases = planned(plan)
         longest = longest_of(setup) if plan.fits else None
@@ -106,7 +106,7 @@ def row(method: str, layout: str, gpus: int) -> dict[str, Any] | None:
 
 
 def longest_of(setup: Setup) -> int:
-    """The greatest of LENGTHS that fits; the first does."""
+    """Returns the greatest of LENGTHS that fits; the first always does."""
     low, high = 0, len(LENGTHS) - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -129,7 +129,7 @@ def fits_table(numbers: dict[str, Any], gpus: int) -> str:
 
 
 def memory_table(numbers: dict[str, Any], gpus: int) -> str:
-    """The layouts that fit with responses here or elsewhere."""
+    """Returns the table of layouts that fit, with rollouts here or elsewhere."""
 
     def marked(size: float | None, limit: float = 0.95 * DEVICE) -> str:
         if size is None:
@@ -155,7 +155,7 @@ def memory_table(numbers: dict[str, Any], gpus: int) -> str:
 def main() -> None:
     parser = script_parser(__doc__, 'seventy_b.md')
     parser.add_argument(
-        '--json', type=Path, default=RESULTS / 'seventy_b.json', help='the numbers; those that it has are kept'
+        '--json', type=Path, default=RESULTS / 'seventy_b.json', help='file of numbers; those in it are kept'
     )
     args = parser.parse_args()
     results = Results(args.json)

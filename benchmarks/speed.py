@@ -1,19 +1,19 @@
-"""Speed on a CPU, in CPU seconds, by three measurements of one work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 prompts of
-16 tokens, up to 48 new ones, one thread. Sides take turns, and a ratio is of neighbours.
+"""Measures speed on a CPU, in CPU seconds: GPT-2 of 4 layers x 256 (vocabulary 512), 32 prompts of 16 tokens, up to 48
+new ones, one thread. Sides take turns, and a ratio is taken within a round.
 
     python benchmarks/speed.py ppo [--repeats 3] [--page]
     python benchmarks/speed.py rollout [--repeats 15] [--page]
     python benchmarks/speed.py packing [--repeats 7] [--page]
 
-ppo: collect, score and learn, of four networks (actor, critic, reward model, initial model) and of a shared trunk with a
-value head, against the bare costs of the same model: a forward, a forward with backward, an AdamW step, and
-`model.generate`. Their sum is the floor that PPO cannot go below with this arithmetic; "x bare" is the ratio to it.
+ppo: collect, score and learn, with four networks (actor, critic, reward model, initial model) and with a shared trunk
+and value head, against the bare costs of the same model: a forward, a forward with backward, an AdamW step, and
+`model.generate`. Their sum is the lower bound of PPO with this arithmetic; "x bare" is the ratio to it.
 
-rollout: the local engine against `model.generate` on the same model, prompts and limits, sampled at temperature 1. Ratios
-are local engine / generate; as the two sides draw different lengths, also per generated token.
+rollout: the local engine against `model.generate` on the same model, prompts and limits, sampled at temperature 1.
+Ratios are local engine / generate, also per generated token, since the two sides sample different lengths.
 
-packing: a forward, and forward and backward, with padding left out and with it. Ratios are padded / packed; the share of
-the padded batch that is real tokens is the bound.
+packing: forward, and forward with backward, without padding and with it. Ratios are padded / packed; the share of real
+tokens in the padded batch bounds them.
 
 Lengths are fixed (every response runs to the limit) or vary: geometric with a mean of a third of the limit.
 """
@@ -43,7 +43,7 @@ END = 1
 PARTS = ('collect', 'score', 'learn')
 
 
-# ---------------------------------------------------------------------- PPO against its own arithmetic
+# ---------------------------------------------------------------------- PPO against its bare costs
 
 
 def make_trainer(arrangement: str, epochs: int) -> Any:
@@ -68,7 +68,7 @@ def one_phase(trainer: Any) -> dict[str, float]:
 
 
 def bare_costs() -> dict[str, float]:
-    """CPU seconds of the model alone, without a library."""
+    """Returns the CPU seconds of the model's own operations."""
     model = GPT2LMHeadModel(harness.gpt2()).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-5)
     ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS + NEW_TOKENS))
@@ -81,11 +81,11 @@ def bare_costs() -> dict[str, float]:
         model(ids, labels=ids, use_cache=False).loss.backward()
 
     def bare_generate() -> None:
-        harness.generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS, top_k=50)  # as it draws unless told otherwise
+        harness.generate(model, ids[:, :PROMPT_TOKENS], NEW_TOKENS, top_k=50)  # its default
 
     acts = {'forward': forward, 'backward': backward, 'step': optimizer.step, 'generate': bare_generate}
     costs = {}
-    for name, act in acts.items():  # the step has the gradients of the one before
+    for name, act in acts.items():  # the optimizer step uses the gradients of the backward before
         act()  # warm-up
         costs[name] = harness.cpu_seconds(act)
     return costs
@@ -97,7 +97,7 @@ def measure_ppo(arrangement: str, epochs: int, repeats: int) -> dict[str, Any]:
     bare = {name: statistics.median(row[name] for row in found['bare']) for name in found['bare'][0]}
     parts = {part: statistics.median(row[part] for row in found['phase']) for part in PARTS}
     parts['total'] = statistics.median(sum(row.values()) for row in found['phase'])
-    # The same arithmetic bare. Scoring: reference and critic (and reward) forwards; decoding gives the old log-probs.
+    # The same arithmetic, bare. Scoring runs reference, critic and reward forwards; decoding returns the old log-probs.
     trained, scored = (1, 2) if arrangement == 'shared trunk' else (2, 3)
     learn = epochs * trained * (bare['backward'] + bare['step'])
     floor = {'collect': bare['generate'], 'score': scored * bare['forward'], 'learn': learn}
@@ -132,21 +132,21 @@ def ppo_table(found: list[dict[str, Any]]) -> str:
 
 
 def with_end(end_prob: float) -> Any:
-    """A random GPT-2 whose end token has this probability at every step (0: never); other tokens are equally likely."""
+    """Returns a random GPT-2 with this probability of the end token at every step, and equal ones of other tokens."""
     torch.manual_seed(0)
     none = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
     model = GPT2LMHeadModel(
         harness.gpt2(positions=PROMPT_TOKENS + NEW_TOKENS, tie_word_embeddings=False, **none)
     ).eval()
     model.lm_head = head = nn.Linear(model.config.n_embd, VOCAB)
-    head.weight.data.zero_()  # costs as much as any other and makes the end probability exact: p = e^b / (e^b + V - 1)
+    head.weight.data.zero_()  # same cost, with an exact end probability: p = e^b / (e^b + V - 1)
     head.bias.data.zero_()
     head.bias.data[END] = math.log(end_prob * (VOCAB - 1) / (1 - end_prob)) if end_prob > 0 else -1e9
     return model
 
 
 def rollout_rows(end_prob: float, repeats: int) -> list[list[str]]:
-    """Rows of the table: what, ratio, both sides."""
+    """Returns rows of the table: quantity, ratio, both sides."""
     model = with_end(end_prob)
     input_ids = torch.randint(2, VOCAB, (ROWS, PROMPT_TOKENS))
     prompts, eos = [Prompt(ids=row) for row in input_ids], (END,) if end_prob > 0 else ()
@@ -245,13 +245,13 @@ MEASUREMENTS: dict[str, tuple[Callable[[int, bool], str], int]] = {
     'rollout': (rollout, 15),
     'packing': (packing, 7),
 }
-"""with the number of rounds"""
+"""function and number of rounds"""
 
 
 def main() -> None:
     parser = harness.script_parser(__doc__, 'speed.md')
     parser.add_argument('what', choices=MEASUREMENTS)
-    parser.add_argument('--repeats', type=int, help='rounds')
+    parser.add_argument('--repeats', type=int, help='number of rounds')
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure, repeats = MEASUREMENTS[args.what]

@@ -1,11 +1,10 @@
-"""PPO on a real pretrained model: words of joy in the stories of stories260K, under Naive and DDP, three seeds each.
+"""PPO on a pretrained model, stories260K, with a reward for words of joy, under Naive and DDP, three seeds each.
 
     python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--strategies naive ddp] [--seeds 1 2 3]
     python benchmarks/stories.py --page     # the table of runs from benchmarks/results/stories.json; samples stay
 
-40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes
-the tables of docs/results/stories.md (score, KL, the ratio of the last five phases to the first three, samples) and its
-picture.
+40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes the tables of
+docs/results/stories.md (score, KL, the ratio of the last five phases to the first three, samples) and its figure.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SETTINGS = {
 
 
 def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dict[str, Any]:
-    """One run; its metrics per phase and its samples."""
+    """Runs PPO; returns the metrics per phase and the samples."""
     ranks = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2'] if strategy == 'ddp' else []
     script = [str(ROOT / 'examples' / 'train_prompts.py'), prompts, f'--pretrain={model}']
     flags = {
@@ -83,13 +82,13 @@ def table(results: list[dict[str, Any]]) -> str:
     return markdown(head, rows)
 
 
-def told(samples: list[dict[str, Any]]) -> str:
-    """Samples of the first and the last phase."""
+def samples_text(samples: list[dict[str, Any]]) -> str:
+    """Formats samples of the first and the last phase."""
     steps, lines = sorted({row['step'] for row in samples}), list[str]()
     for step in (steps[0], steps[-1]):
         rows = (row for row in samples if row['step'] == step)
-        told = [f'- ({r["score"]:g}) **{r["prompt"]}** {" ".join(r["response"].split())}' for r in rows]
-        lines += [f'Phase {step}:', '', *told, '']
+        items = [f'- ({r["score"]:g}) **{r["prompt"]}** {" ".join(r["response"].split())}' for r in rows]
+        lines += [f'Phase {step}:', '', *items, '']
     return '\n'.join(lines)
 
 
@@ -111,7 +110,7 @@ def main() -> None:
         print(table(results).splitlines()[-1], flush=True)
     write_json(RESULTS / 'stories.json', [{k: v for k, v in r.items() if k != 'samples'} for r in results])
     plot(results)
-    write_page('stories.md', runs=table(results), samples=told(results[0]['samples']))
+    write_page('stories.md', runs=table(results), samples=samples_text(results[0]['samples']))
 
 
 if __name__ == '__main__':

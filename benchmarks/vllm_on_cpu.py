@@ -1,12 +1,12 @@
-"""Tokens per CPU second of vLLM, `LocalEngine` and transformers' `generate` on a chat model's own questions, and the cost
-of the check that follows a transfer of weights to vLLM.
+"""Tokens per CPU second of vLLM, `LocalEngine` and transformers' `generate` on a chat model, and the cost of the check
+after a transfer of weights to vLLM.
 
     .venv-vllm/bin/python benchmarks/vllm_on_cpu.py --model HuggingFaceTB/SmolLM2-135M-Instruct --page
 
 In fp32, with one thread, sampled at temperature 1: additions with responses of 32 tokens each ('fixed'), and sentences
-that end by themselves, after 96 tokens at most ('varying'); 16 and 64 rows. Times are CPU seconds of all threads and ended
-children. Rounds alternate the three ways, after one that is not counted; a cell has the median. "products" is the share of
-LocalEngine's time that its matrix products take by themselves, at the number of rows of each step.
+of at most 96 tokens ('varying'); 16 and 64 rows. Times are CPU seconds of all threads and ended children. Rounds
+alternate the three after a warm-up round; a cell has the median. "products" is the share of LocalEngine's time spent in
+matrix products, at the number of rows of each step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NEW_TOKENS = {'fixed': 32, 'varying': 96}
 
 
 def questions(tokenizer: Any, lengths: str, rows: int) -> list[Prompt]:
-    """Chats of one question each."""
+    """Returns chats with a question each."""
     numbers = random.Random(0)
     asked = [f'Write one short sentence about a {noun}.' for noun in NOUNS[:rows]]
     if lengths == 'fixed':
@@ -68,7 +68,7 @@ def questions(tokenizer: Any, lengths: str, rows: int) -> list[Prompt]:
 
 
 def rate(model: Any, prompts: list[Prompt], sampling: SamplingParams, seed: int) -> float:
-    """Tokens per CPU second of `generate`; those behind an end token do not count."""
+    """Returns the tokens per CPU second of `generate`, without those after an end token."""
     width, end = max(len(p.ids) for p in prompts), sampling.eos_token_ids
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -84,7 +84,7 @@ def rate(model: Any, prompts: list[Prompt], sampling: SamplingParams, seed: int)
 
 
 def products_s(actor: Actor, rows: int) -> float:
-    """CPU seconds of a step's matrix products for so many rows, packed as the engine packs them."""
+    """Returns the CPU seconds of a step's matrix products for `rows` rows, with the engine's packed weights."""
     packed = PackedModules(actor)
     states = {m: torch.randn(rows, m.in_features) for m in actor.modules() if type(m) is torch.nn.Linear}
 
@@ -98,7 +98,7 @@ def products_s(actor: Actor, rows: int) -> float:
 
 
 def measure(name: str, rounds: int) -> tuple[list[list[object]], dict[str, float]]:
-    """Rows of the table, and the seconds of the check."""
+    """Returns rows of the table, and the seconds of the check."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     actor = Actor(model.requires_grad_(False))

@@ -1,16 +1,16 @@
-"""The same work in TRL and here, A B A B in one run: how many times the new tokens per CPU-second of a whole update.
+"""Compares the speed of TRL and this library on the same work: new tokens per CPU-second of whole updates, A B A B.
 
     python benchmarks/vs_peers.py                                 # everything; the peers' environments are made first
     python benchmarks/vs_peers.py --page                          # the page of what has been measured
     python benchmarks/vs_peers.py --only trl_ppo fp32             # the cases whose names hold all of these words
-    python benchmarks/vs_peers.py --wheels FOLDER                 # no network: what FOLDER/<peer> brings, beside what is there
-    python benchmarks/vs_peers.py --without-16-bits --only bf16   # as on a CPU without instructions of 16 bits
+    python benchmarks/vs_peers.py --wheels FOLDER                 # no network: installs from FOLDER/<peer>
+    python benchmarks/vs_peers.py --without-16-bits --only bf16   # as on a CPU without 16-bit instructions
 
 The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update
 (PPO: 32 prompts; GRPO and RLOO: 4 prompts x 8), one optimizer step per epoch over all 32, AdamW (fused), one thread.
 Both sides load the same saved folder. 'fixed' runs every response to the limit; 'eos' rigs the model's end token so
-that lengths are geometric with a mean of a third of the limit. Each peer runs in a process and an environment of its
-own (`benchmarks/peers/`), and does one update when told to.
+that lengths are geometric with a mean of a third of the limit. Each peer runs in its own process and environment
+(`benchmarks/peers/`), one update per command.
 
 Peers: PPO with four networks in TRL 1.12.0, classic PPO with a value head in 0.11.4, GRPO and RLOO in 1.16.0.
 """
@@ -36,8 +36,8 @@ sys.path.insert(0, str(PEERS))
 
 from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
-# torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
-# of CUDA.
+# torch is pinned and installed first, from the library's index: trl accepts any torch, which may bring gigabytes of
+# CUDA.
 ENVIRONMENTS: dict[str, list[str]] = {
     'trl_ppo': ['trl==1.12.0', 'transformers==5.23.0', 'accelerate==1.15.0'],
     'trl_classic': ['trl==0.11.4', 'transformers==4.46.3', 'accelerate==1.15.0', 'rich==15.0.0'],
@@ -45,9 +45,9 @@ ENVIRONMENTS: dict[str, list[str]] = {
 }
 TORCH = 'torch==2.13.0'
 NARROW = {'ONEDNN_MAX_CPU_ISA': 'AVX512_CORE', 'ATEN_CPU_CAPABILITY': 'avx512'}
-"""what both sides run under with `--without-16-bits`"""
+"""environment of both sides with `--without-16-bits`"""
 NEVER = -30.0
-"""a logit that is never drawn"""
+"""the logit of a token that is never sampled"""
 TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0, ('eos', 'bf16'): 3.0}
 
 
@@ -66,7 +66,7 @@ def all_cases() -> list[Case]:
 
 
 def own_python(name: str, folder: Path) -> Path:
-    """The Python of a peer's own environment, made on first use."""
+    """Returns the Python of a peer's environment, which is made on first use."""
     python, stamp = folder / name / 'bin' / 'python', folder / name / 'made.txt'
     wanted = '\n'.join([TORCH, *ENVIRONMENTS[name]])
     if not stamp.exists() or stamp.read_text() != wanted:
@@ -80,10 +80,10 @@ def own_python(name: str, folder: Path) -> Path:
 
 
 def site_of(name: str, wheels: Path, folder: Path, timeout_s: float = 300.0) -> Path:
-    """A folder with the packages that `wheels` holds for a peer, to stand first among where Python looks.
+    """Installs the wheels of a peer and returns their folder, to be put first on Python's path.
 
     Raises:
-        ValueError: none there, or pip cannot install them.
+        ValueError: no wheels there, or pip cannot install them.
     """
     site = folder / name / 'site'
     if not site.exists():
@@ -94,11 +94,11 @@ def site_of(name: str, wheels: Path, folder: Path, timeout_s: float = 300.0) -> 
 def save_model(
     folder: Path, lengths: str, *, layers: int = 4, width: int = 256, heads: int = 4, like: Case | None = None
 ) -> str:
-    """A random GPT-2 whose end token has one probability everywhere, as a Hugging Face folder.
+    """Saves a random GPT-2 with a constant probability of the end token as a Hugging Face folder.
 
-    The final norm gives 1 in the last dimension whatever the input, and only the end token's embedding reads it, so its
-    logit is a constant; the padding token is never drawn. like: a case of the sizes that it is for, and of the device
-    that its numbers are drawn on.
+    The final norm gives 1 in the last dimension for every input, and only the end token's embedding reads it, so its
+    logit is constant; the padding token is never sampled. like: a case with the sizes, and with the device that the
+    weights are drawn on.
     """
     import torch
     from transformers import GPT2LMHeadModel
@@ -130,7 +130,7 @@ def save_model(
 
 
 class Side(harness.Worker):
-    """A side of a comparison; see the protocol in `peers/work.py`. site: where Python looks first."""
+    """A side of a comparison, by the protocol in `peers/work.py`. site: first folder on Python's path."""
 
     def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None) -> None:
         own = {
@@ -141,22 +141,22 @@ class Side(harness.Worker):
             'TRL_EXPERIMENTAL_SILENCE': '1',
         }
         env = harness.environment(site, PEERS, **own)
-        if str(command[0]) != sys.executable:  # an environment of its own looks nowhere else
+        if str(command[0]) != sys.executable:  # a separate environment uses no other path
             env['PYTHONPATH'] = os.pathsep.join(map(str, (PEERS, harness.ROOT)))
         log.unlink(missing_ok=True)
         super().__init__(command, env, log)
         self.log = log
 
-    def hear(self, timeout_s: float = float('inf')) -> dict[str, Any]:  # type: ignore[override]
+    def receive(self, timeout_s: float = float('inf')) -> dict[str, Any]:  # type: ignore[override]
         try:
-            return super().hear(timeout_s) or {}
+            return super().receive(timeout_s) or {}
         except EOFError as error:
             tail = ''.join(self.log.read_text().splitlines(keepends=True)[-12:])
             raise RuntimeError(f'{self.log.name}: {error}:\n{tail}') from None
 
 
 def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
-    """Of (ours, theirs) pairs: ratios of new tokens per CPU-second (and per second) of neighbours, and each side's own
+    """Returns, for (ours, theirs) pairs, the ratios of new tokens per CPU-second and per second, and each side's
     numbers."""
 
     def rate(side: dict[str, float], clock: str) -> float:
@@ -177,7 +177,7 @@ def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict
     return {
         'ratio': harness.spread([rate(a, 'cpu_s') / rate(b, 'cpu_s') for a, b in rounds]),
         'ratio_wall': harness.spread([rate(a, 'wall_s') / rate(b, 'wall_s') for a, b in rounds]),
-        # over all rounds together: with lengths that vary, a round's ratio depends on what was drawn
+        # over all rounds: with varying lengths, the ratio of a round depends on its samples
         'ratio_total': total(0) / total(1),
         'ours': own(0),
         'theirs': own(1),
@@ -193,24 +193,24 @@ def compare(
     warmup: int = 1,
     logs: Path,
     site: Path | None = None,
-    told: Callable[[list[tuple[dict[str, float], dict[str, float]]]], None] | None = None,
+    report: Callable[[list[tuple[dict[str, float], dict[str, float]]]], None] | None = None,
 ) -> dict[str, Any]:
-    """A B A B ...: an update here, an update there.
+    """Alternates updates of both sides.
 
-    site: of their packages. told: is called after each round with all rounds so far.
+    site: folder of the peer's packages. report: called after each round with all rounds so far.
     """
     sides: list[Side] = []
     try:
         sides.append(Side([*ours, case.to_json()], logs / f'{case.name} ours.log'))
         sides.append(Side([*theirs, case.to_json()], logs / f'{case.name} theirs.log', site=site))
-        about = {name: side.hear()['ready'] for name, side in zip(('ours', 'theirs'), sides, strict=True)}
+        about = {name: side.receive()['ready'] for name, side in zip(('ours', 'theirs'), sides, strict=True)}
         pairs: list[tuple[dict[str, float], dict[str, float]]] = []
         for number in range(warmup + rounds):
             pair = sides[0].ask('go'), sides[1].ask('go')
             if number >= warmup:
                 pairs.append(pair)  # type: ignore[arg-type]
-                if told is not None:
-                    told(pairs)
+                if report is not None:
+                    report(pairs)
     finally:
         for side in sides:
             side.end()
@@ -223,7 +223,7 @@ def compare(
 
 
 def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
-    """`short`: what there is to say of `--without-16-bits`."""
+    """Returns the table of results; short: with the columns of `--without-16-bits`."""
     rows = []
     for r in results:
         ratio, sides = r['ratio'], (r['ours'], r['theirs'])
@@ -241,7 +241,7 @@ def table(results: Sequence[dict[str, Any]], *, short: bool = False) -> str:
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
-    """Of one JSON per case, in the order of the cases."""
+    """Returns the results of a folder with a JSON per case, in the order of the cases."""
     order = {case.name: i for i, case in enumerate(all_cases())}
     found = [json.loads(path.read_text()) for path in folder.glob('*.json')]
     return sorted(found, key=lambda r: order.get(r['name'], len(order)))
@@ -256,13 +256,13 @@ def main() -> None:
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     parser.add_argument('--out', type=Path, default=harness.RESULTS / 'peers', help='folder of one JSON per case')
     parser.add_argument(
-        '--without-16-bits', action='store_true', help='let oneDNN use no instructions of 16 bits; a table of its own'
+        '--without-16-bits', action='store_true', help='disable 16-bit instructions in oneDNN; fills a separate table'
     )
     parser.add_argument(
-        '--page', action='store_true', help='measure nothing: write docs/results/peers.md from every JSON in --out'
+        '--page', action='store_true', help='write docs/results/peers.md from the JSON files in --out only'
     )
     parser.add_argument(
-        '--wheels', type=Path, metavar='FOLDER', help='wheels of the peers, by name, in place of the network'
+        '--wheels', type=Path, metavar='FOLDER', help='folder of wheels by peer, for use without a network'
     )
     args = parser.parse_args()
     narrow = args.out / 'without_16_bits'

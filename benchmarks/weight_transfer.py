@@ -1,10 +1,10 @@
-"""How fast weights reach rollout workers, against a raw broadcast of as many bytes.
+"""Compares the transfer of weights to rollout workers with a raw broadcast of as many bytes.
 
     python benchmarks/weight_transfer.py [--size small] [--repeats 5] [--page]
 
-All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first touch of a weight
-until every worker has them in its model. The ways take turns, and a ratio is taken inside one round, because other work
-on the machine moves every number.
+All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first access to a
+weight until every worker has them in its model. Methods take turns, and a ratio is taken within a round, since other
+load changes every number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chatgpt.rollout.ray_workers import _Actor as RolloutActor
 from chatgpt.rollout.wire import ModelSpec, fill_buckets, plan_buckets, policy_tensors
 from chatgpt.testing.processes import free_port
 
-SIZES: dict[str, dict[str, int]] = {  # GPT-2's own shapes
+SIZES: dict[str, dict[str, int]] = {  # the shapes of GPT-2
     'tiny': {'n_embd': 64, 'n_layer': 2, 'n_head': 2, 'vocab_size': 512},
     'small': {'n_embd': 768, 'n_layer': 12, 'n_head': 12, 'vocab_size': 50257},
 }
@@ -39,7 +39,7 @@ def make_model(size: str) -> Any:
 
 
 class Trainer:
-    """The sending side: the weights, and a seat in a broadcast group."""
+    """The sender: holds the weights and joins a broadcast group."""
 
     def __init__(self, size: str) -> None:
         torch.set_num_threads(1)
@@ -51,7 +51,7 @@ class Trainer:
         return ModelSpec.of(self.model), sum(t.numel() * t.element_size() for t in tensors.values())
 
     def buckets(self, workers: list[Any], bucket_bytes: int) -> float:
-        """As `RemoteEngine.begin` sends them."""
+        """Sends the weights in buckets, as `RemoteEngine.begin` does."""
         start = time.perf_counter()
         tensors, self.version = policy_tensors(self.model), self.version + 1
         handshake = Handshake.of(Actor(self.model), 'RemoteEngine')
@@ -61,7 +61,7 @@ class Trainer:
         return time.perf_counter() - start
 
     def dictionary(self, workers: list[Any]) -> float:
-        """A state dict through the object store, as one would without buckets."""
+        """Sends a state dict through Ray's object store."""
         start = time.perf_counter()
         handle = self.ray.put(dict(policy_tensors(self.model)))
         self.ray.get([w.take_dictionary.remote([handle]) for w in workers])
@@ -72,7 +72,7 @@ class Trainer:
         dist.init_process_group('gloo', rank=rank, world_size=world_size)
 
     def broadcast(self, num_bytes: int) -> float:
-        """One flat buffer by gloo, which is there before and after: no weight is read or written."""
+        """Broadcasts a flat, preallocated buffer by gloo; no weight is read or written."""
         if self.flat.numel() * 4 != num_bytes:
             self.flat = torch.zeros(num_bytes // 4)
         dist.barrier()
@@ -85,7 +85,7 @@ class Trainer:
         dist.destroy_process_group()
 
     def copy(self, num_bytes: int) -> float:
-        """One copy in memory."""
+        """Copies as many bytes in memory."""
         a, b = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
         b.copy_(a)
         start = time.perf_counter()
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Worker(RolloutActor):
-    """A rollout actor that can also take a dict, and has a seat in a broadcast group."""
+    """A rollout actor that can also receive a state dict and join a broadcast group."""
 
     join, leave, broadcast = Trainer.join, Trainer.leave, Trainer.broadcast
     flat = torch.zeros(0)
@@ -108,7 +108,7 @@ class Worker(RolloutActor):
 
 
 def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, list[float]]]:
-    """Bytes of the weights, and seconds of each way, one number per round."""
+    """Returns the bytes of the weights, and the seconds of each method by round."""
     ray = import_ray('this benchmark')
     trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
     spec, num_bytes = ray.get(trainer.describe.remote())
@@ -120,7 +120,7 @@ def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, l
         ways[f'buckets of {mib} MiB'] = lambda mib=mib: ray.get(trainer.buckets.remote(workers, mib << 20))
     ways['dict of tensors'] = lambda: ray.get(trainer.dictionary.remote(workers))
     ways['copy in memory'] = lambda: ray.get(trainer.copy.remote(num_bytes))
-    seconds = alternate({name: lambda _, w=way: w() for name, way in ways.items()}, repeats)  # the first builds models
+    seconds = alternate({name: lambda _, w=way: w() for name, way in ways.items()}, repeats)  # builds models first
     ray.get([actor.leave.remote() for actor in group])
     for actor in group:
         ray.kill(actor)

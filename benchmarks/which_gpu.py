@@ -1,11 +1,10 @@
-"""Which card trains which model by PPO with a critic on one trunk in 4 bits: a table by the planner, and how far the
-planner is off where it can be measured.
+"""Plans which card trains which model by PPO with a critic on one trunk in 4 bits, and measures the planner's error.
 
     python benchmarks/which_gpu.py --page
 
-The table needs no card: `chatgpt.plan` counts bytes. A cell is the longest sequence, half prompt and half response, that
-fits. Models have the shapes of published ones and no weights. The measurement runs each phase of a smaller model in a
-process of its own and compares its resident memory above the start with the plan.
+The table needs no card: `chatgpt.plan` counts bytes. A cell is the longest sequence, half prompt and half response,
+that fits. Models have the shapes of published ones and no weights. The measurement runs each phase of a smaller model
+in its own process and compares its resident memory above the start with the plan.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """shapes of Qwen2.5 0.5B to 7B, Llama 3.1 8B, Llama 2 13B"""
 MEASURED = {'small': (512, 8), 'medium': (768, 12), 'large': (1024, 16)}
-"""hidden size and layers of the models that are measured"""
+"""hidden size and layers of the measured models"""
 MEASURED_VOCAB, MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW = 8192, 4, 112, 16
 
 
@@ -58,7 +57,7 @@ def config_of(name: str) -> Any:
 
 
 def setup_of(config: Any, tokens: int, **options: Any) -> Setup:
-    """A run of one process: rank 16, one sequence in a forward, eight in a batch. Half of a sequence is prompt."""
+    """Returns a run of one process: LoRA rank 16, micro-batch 1, train batch 8. Half of a sequence is prompt."""
     common: dict[str, Any] = {
         'reward_config': config,
         'precision': 'bf16',
@@ -75,13 +74,16 @@ def setup_of(config: Any, tokens: int, **options: Any) -> Setup:
 
 
 def planned(plan: Any) -> dict[str, int]:
-    """Bytes of the device by phase."""
+    """Returns the planned bytes of the device by phase."""
     return {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
 
 
 def plan_shape(name: str) -> dict[str, Any]:
-    """Peaks by length, the phases at 1024 tokens, and what the trunk takes less for being in 4 bits. From the longest
-    sequence down to the first that the smallest card has room for without 4 bits: shorter ones fit everywhere."""
+    """Returns peaks by length, the phases at 1024 tokens, and the bytes that 4 bits save on the trunk.
+
+    Lengths go from the longest down to the first that fits the smallest card without 4 bits; shorter ones fit
+    everywhere.
+    """
     config = config_of(name)
     plan = make_plan(setup_of(config, SHOWN))
     phases = planned(plan)
@@ -98,12 +100,12 @@ def plan_shape(name: str) -> dict[str, Any]:
 
 
 def fits(size: int, card: int) -> bool:
-    """Whether 5 % of the card stay free."""
+    """Returns True if 5 % of the card stay free."""
     return size <= card * harness.GIB * 0.95
 
 
 def longest(peaks: dict[int, int], more: int, card: int) -> str:
-    """The longest length whose peak, and `more` bytes, leave 5 % of the card free."""
+    """Returns the longest length with a peak plus `more` bytes that leaves 5 % of the card free."""
     fitting = [tokens for tokens, peak in peaks.items() if fits(peak + more, card)]
     return f'{max(fitting)}' if fitting else '-'
 
@@ -136,8 +138,8 @@ def trunk_phases(
     phases: int = 1,
     rank: int = 16,
 ) -> None:
-    """PPO of four models on one trunk, with random prompts and one sequence in a forward; `end_of` is called when
-    loading, collecting, scoring and learning have ended."""
+    """Runs PPO of four models on one trunk with random prompts and micro-batch 1; calls `end_of` after load, collect,
+    score and learn."""
     actor, critic, reward_model = trunk.actor(rank), trunk.critic(rank), trunk.reward_model(rank)
     trainer = harness.ppo_trainer(
         strategy,
@@ -169,8 +171,8 @@ def trunk_phases(
 
 
 def phase_peaks(config: Any) -> dict[str, int]:
-    """The most resident memory of each phase above that at the start, of the second time that it ran. Weights are new,
-    and made block by block as those of a folder are read."""
+    """Returns the peak resident memory of each phase above the start, in its second run. Weights are new and made block
+    by block, as weights of a folder are read."""
     peaks: dict[str, int] = {}
 
     def begin() -> None:
@@ -227,12 +229,14 @@ def measured_table(measured: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = harness.script_parser(__doc__, 'which_gpu.md')
-    parser.add_argument('--json', type=Path, default=harness.RESULTS / 'which_gpu.json', help='taken up again if there')
+    parser.add_argument(
+        '--json', type=Path, default=harness.RESULTS / 'which_gpu.json', help='file of numbers; those in it are kept'
+    )
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         hidden, layers = MEASURED[args.child]
-        phase_peaks(measured_config(hidden, 2))  # imports and the matrix library's buffers are not the model's
+        phase_peaks(measured_config(hidden, 2))  # excludes imports and the matrix library's buffers
         print(json.dumps(phase_peaks(measured_config(hidden, layers))))
         return
     results = harness.Results(args.json)

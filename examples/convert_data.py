@@ -1,4 +1,4 @@
-"""Convert a data file from whatever known shape it has to another one: `chatgpt-rlhf convert`.
+"""Converts a data file from one known shape to another: `chatgpt-rlhf convert`.
 
 python examples/convert_data.py examples/data/alpaca.json messages.jsonl --to messages
 python examples/convert_data.py Anthropic/hh-rlhf pairs.jsonl --to preference --split test --max_examples 1000

@@ -1,14 +1,13 @@
-"""The demo: the three stages of RLHF, from nothing and offline. SFT, a reward model from preferences, PPO against that
-reward model.
+"""The demo: the three stages of RLHF from scratch and offline: SFT, a reward model from preferences, and PPO.
 
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
-The world is `chatgpt.launch.demo_world`. It knows what a response is worth; the policy never sees that, only the reward
-model that learned it from pairs, and the win rate at the end is by the truth. Three things keep PPO from answering with
-what merely scores well ("it felt proud . it felt proud . it felt proud ."): pairs as close as answers of one policy,
-a KL to the SFT model that is dear, and a cost of saying the same again. docs/results/demo.md has the same without them.
+The task is `chatgpt.launch.demo_world`. It defines the true value of a response, which the policy never sees: PPO uses
+the reward model trained on pairs, and only the final win rate uses the true value. Three settings prevent reward
+hacking ("it felt proud . it felt proud . it felt proud ."): pairs as close as two responses of one policy, a large KL
+coefficient towards the SFT model, and a penalty for repetition. docs/results/demo.md shows a run without them.
 
-Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
+Writes to --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
 and report.html of each stage), and before_after.txt, the table that it prints at the end.
 """
 
@@ -75,7 +74,7 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
 
 
 def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> RewardModelTrainer:
-    """Begins with what SFT has learned of the language."""
+    """Trains a reward model from the weights of the SFT model."""
     settings = dict(settings)
     pairs, lr = settings.pop('pairs')(settings.pop('num_pairs'), seed=0), settings.pop('lr')
     model = AutoRM(pretrained=out / 'sft')
@@ -98,7 +97,7 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[st
 
 
 def repeated_shares(prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
-    """What PPO pays for besides: the reward model is too small to see that a sentence was there before."""
+    """Returns the share of repeated sentences, a penalty, since the reward model is too small to detect repetition."""
     return [demo_world.repeated_share(response) for response in responses]
 
 
@@ -134,7 +133,7 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict
 
 
 def answers(folder: Path, prompts: list[str], seed: int) -> list[str]:
-    """Sampled responses of a saved model, loaded back as any user of transformers would."""
+    """Returns sampled responses of a saved model, loaded with transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -148,22 +147,22 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[str]:
 
 
 def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: dict[str, Any] = PPO) -> float:
-    """The three stages; the share of eval pairs that the reward model puts in the right order."""
+    """Runs the three stages; returns the reward model's accuracy on held-out pairs."""
     tokenizer = demo_world.demo_tokenizer()
     with NaiveStrategy(seed=seed) as strategy:
         print('1. SFT: a new GPT-2 of 0.2 million parameters learns to tell stories from 2,000 of them.', flush=True)
         actor = run_sft(strategy, tokenizer, out)
-        print('\n2. Reward model: which of two stories do people prefer? It learns that from 6,000 pairs.', flush=True)
+        print('\n2. Reward model: learns from 6,000 pairs which of two stories is preferred.', flush=True)
         trainer = run_reward_model(strategy, tokenizer, out, preferences)
         accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
-        print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
-        print('   Words said again cost, and so does each step away from the SFT model (KL).', flush=True)
+        print('\n3. PPO: the policy tells stories, and stories with a high score become more likely.')
+        print('   Repetition and the KL to the SFT model are penalised.', flush=True)
         run_ppo(strategy, actor, tokenizer, out, ppo)
     return accuracy
 
 
 def compare(out: Path, num_prompts: int = NUM_COMPARED) -> tuple[dict[str, float], list[dict[str, str]]]:
-    """SFT against PPO on new prompts: numbers, and a table of the first stories."""
+    """Compares SFT and PPO on new prompts; returns numbers and a table of the first stories."""
     tokenizer = demo_world.demo_tokenizer()
     prompts = [row['prompt'] for row in demo_world.demo_prompts(num_prompts, seed=1)]
     before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
@@ -192,7 +191,7 @@ def compare(out: Path, num_prompts: int = NUM_COMPARED) -> tuple[dict[str, float
 
 
 def report(out: Path, accuracy: float) -> None:
-    """Prints SFT against PPO, and keeps it in before_after.txt."""
+    """Prints the comparison of SFT and PPO and writes it to before_after.txt."""
     n, rows = compare(out)
     count = n['count']
     summary = [
@@ -206,7 +205,7 @@ def report(out: Path, accuracy: float) -> None:
     ]
     text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), '', *summary])
     (out / 'before_after.txt').write_text(text + '\n')
-    print('\n4. Before and after: both answer the same new prompts; only this table looks at the truth.\n')
+    print('\n4. Before and after: both models respond to the same new prompts; only this table uses the true value.\n')
     print(text)
 
 
@@ -217,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     start = time.perf_counter()
     quiet_transformers()
-    torch.set_num_threads(1)  # a model this small runs fastest on one
+    torch.set_num_threads(1)  # fastest for a model of this size
     report(args.out, train(args.out, args.seed))
     print(f'\nmodels: {args.out}/sft, reward_model, ppo; {time.perf_counter() - start:.0f} s')
     print(f'report: {args.out}/ppo_run/report.html')

@@ -1,14 +1,13 @@
-"""The loop with people in it: they compare answers, a reward model learns from that, PPO from the reward model, and
-they are asked about the new policy.
+"""RLHF with people in the loop: they compare responses, a reward model is trained on their judgements, PPO uses the
+reward model, and they compare the new policy.
 
     python examples/human_loop.py prompts.jsonl --pretrain outputs/sft/actor --out outputs/loop
     python examples/human_loop.py --simulated
 
-Each question opens a page (docs/compare.md) and waits for Ctrl-C; then the loop goes on with what has been said. The
-first is about two samples of the policy, each later one about the policy before and after a round, so its win rate says
-what the round was worth, and its judgements are data for the next. Started again with the same --out it goes on where
-it was. --simulated: a small model of the embedded story world, and two people who know what a story is worth, and
-sometimes press the wrong key.
+Each comparison opens a page (docs/compare.md) and waits for Ctrl-C; then the loop continues with the judgements. The
+first compares two samples of the policy, each later one the policy before and after a round: its win rate measures the
+round, and its judgements are data for the next. A restart with the same --out resumes. --simulated: a small model of
+the embedded story world, and two simulated people that judge by the true value, with occasional errors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from chatgpt.launch.cli.compare import prepared
 from chatgpt.monitor.compare import Store
 from chatgpt.monitor.compare.statistics import lines, summarize
 
-# What a model of a real size starts with; more flags as `python -m chatgpt ppo --help` lists them.
+# Settings for a model of real size; `python -m chatgpt ppo --help` lists more flags.
 REWARD_MODEL = ['--max_epochs=1']
 PPO = ['--num_episodes=1', '--max_timesteps=50', '--update_timesteps=1', '--kl_coef=0.05']
 
@@ -39,7 +38,7 @@ WRONG_KEY = 0.1
 
 
 def ask(words: list[str], simulated: bool) -> None:
-    """Open the page of `compare WORDS` until Ctrl-C, or have it answered."""
+    """Opens the page of `compare WORDS` until Ctrl-C, or simulates the answers."""
     if not simulated:
         run(['compare', *words])
         return
@@ -49,7 +48,7 @@ def ask(words: list[str], simulated: bool) -> None:
 
 
 def answer_all(store: Store) -> None:
-    """Two people judge everything by the truth of the story world."""
+    """Simulates two people that judge everything by the true value of the story world."""
     for name in ('Ada', 'Bo'):
         person, rng = store.join(name), random.Random(name)
         while (pair := store.next_pair(person)) is not None:
@@ -60,13 +59,13 @@ def answer_all(store: Store) -> None:
 
 
 def preferences(databases: list[Path], out: Path) -> Path:
-    """All that was said so far, in one file."""
+    """Writes all judgements so far to one file and returns its path."""
     rows: list[dict[str, Any]] = []
     for path in databases:
         with Store(path, create=False) as store:
             rows += store.preferences()[0]
     if not rows:
-        raise ValueError(f'nobody has preferred an answer yet: judge some pairs of {databases[-1]}')
+        raise ValueError(f'no preferences yet: judge some pairs of {databases[-1]}')
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
     print(f'{out}: {len(rows)} preferences', flush=True)
@@ -74,7 +73,7 @@ def preferences(databases: list[Path], out: Path) -> Path:
 
 
 def story_world(out: Path) -> tuple[str, str]:
-    """A policy that has learned the language of the embedded world, and prompts."""
+    """Trains a policy on the language of the embedded world; returns its folder and a file of prompts."""
     prompts = out / 'prompts.jsonl'
     if not (out / 'sft' / 'actor' / 'config.json').is_file():
         run(['sft', '--save_path', str(out / 'sft')])
@@ -85,11 +84,11 @@ def story_world(out: Path) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('prompts', nargs='?', help='a file of prompts')
-    parser.add_argument('--pretrain', help='the policy to begin with: hub name or folder')
+    parser.add_argument('--pretrain', help='initial policy: hub name or folder')
     parser.add_argument('--out', type=Path, default=Path('outputs/human_loop'))
     parser.add_argument('--rounds', type=int, default=1)
     parser.add_argument('--annotators_per_pair', type=int, default=2, metavar='K')
-    parser.add_argument('--max_new_tokens', type=int, help='of a response (default: 64, simulated: 32)')
+    parser.add_argument('--max_new_tokens', type=int, help='tokens of a response (default: 64, simulated: 32)')
     parser.add_argument('--simulated', action='store_true')
     args = parser.parse_args()
     if args.simulated == bool(args.prompts and args.pretrain):
@@ -105,9 +104,9 @@ def main() -> None:
         folder = args.out / f'round-{number}'
         reward_model, actor = folder / 'reward_model', folder / 'ppo' / 'actor'
         if not (actor / 'config.json').is_file():
-            said = preferences(databases, folder / 'preferences.jsonl')
+            judged = preferences(databases, folder / 'preferences.jsonl')
             words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run')]
-            run(['reward-model', str(said), *words, '--model_path', str(reward_model), *of_reward_model])
+            run(['reward-model', str(judged), *words, '--model_path', str(reward_model), *of_reward_model])
             words = ['--pretrain', policy, '--reward_model', str(reward_model), '--save_path', str(folder / 'ppo')]
             run(['ppo', prompts, *words, length, *of_ppo])
         databases.append(args.out / f'round-{number}.sqlite')

@@ -1,4 +1,4 @@
-"""Text from a trained model: `chatgpt-rlhf generate`, and without --input `chatgpt-rlhf chat`.
+"""Generates text with a trained model: `chatgpt-rlhf generate`, or `chatgpt-rlhf chat` without --input.
 
 python examples/inference.py --pretrain outputs/run/actor --input "Once upon a time"
 python examples/inference.py --pretrain outputs/run/actor --input prompts.jsonl --output answers.jsonl

@@ -1,4 +1,4 @@
-"""Reward functions to try: `--reward_fn examples/rewards.py:joy`. A reward is any function of prompts and responses."""
+"""Example reward functions of prompts and responses: `--reward_fn examples/rewards.py:joy`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ JOY = {'happy', 'joy', 'fun', 'glad', 'smile', 'smiled', 'laugh', 'laughed', 'lo
 
 
 def joy(prompts: list[str], responses: list[str]) -> list[float]:
-    """Words of joy in each response."""
+    """Returns the number of words of joy in each response."""
     return [float(sum(word in JOY for word in re.findall('[a-z]+', response.lower()))) for response in responses]
 
 
 def short(prompts: list[str], responses: list[str]) -> list[float]:
-    """1 for an empty response, falling by 0.01 a character."""
+    """Returns 1 for an empty response, 0.01 less per character."""
     return [1.0 - 0.01 * len(response) for response in responses]

@@ -1,11 +1,10 @@
-"""PPO on random prompts with a random reward, to see that a machine, a strategy and a model fit together, and how fast
-they are.
+"""PPO on random prompts with a random reward, to check that a machine, a strategy and a model work together, and how
+fast.
 
     torchrun --nproc-per-node=2 examples/train_dummy.py --strategy ddp
     python examples/train_dummy.py --pretrain gpt2 --lora_rank 4
 
-Prints what every phase cost and the averages at the end. Nothing is written but what --save_path or --save_ckpt_path
-asks for.
+Prints the cost of each phase and the averages at the end. Writes only to --save_path and --save_ckpt_path.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
     families = [name for name, kind in MODELS.items() if kind.actor is not None]
-    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
+    parser.add_argument('--model', choices=families, default='auto', help='model family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -53,8 +52,8 @@ def parse_args() -> Any:
         metavar='true|false',
         help='with --save_path, also optim_*.pt',
     )
-    parser.add_argument('--save_ckpt_path', help='a folder for checkpoints, from which nothing here resumes')
-    parser.add_argument('--save_ckpt_interval', type=int, default=1, help='episodes between them')
+    parser.add_argument('--save_ckpt_path', help='a folder for checkpoints; this script cannot resume from them')
+    parser.add_argument('--save_ckpt_interval', type=int, default=1, help='episodes between checkpoints')
     args = parser.parse_args()
     if args.need_optim_ckpt and not args.save_path:
         parser.error('--need_optim_ckpt needs --save_path')
@@ -133,7 +132,7 @@ def train(args: Any, strategy: Any) -> None:
 
 
 class RandomScores:
-    """A reward that means nothing: N(0, 1) by sample number."""
+    """A random reward, N(0, 1) by sample index."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -1,14 +1,13 @@
-"""Preference optimisation of a Hugging Face model, without rollouts: DPO and its relatives, KTO, ORPO, SimPO.
+"""Preference optimisation of a Hugging Face model, without rollouts: DPO and its variants, KTO, ORPO, SimPO.
 
     python examples/train_preference.py pairs.jsonl --pretrain outputs/sft/actor --method dpo --loss_type ipo
     torchrun --nproc-per-node=2 examples/train_preference.py answers.jsonl --pretrain outputs/sft/actor \\
         --method kto --strategy fsdp
 
 Takes prompt, chosen and rejected (or several ranked answers); KTO also takes text and label. The reference of DPO and
-KTO is the model as given, or under --lora_rank the model with its adapter off. The learning rate is 1e-6 (dpo, simpo)
-or 5e-6 (kto, orpo), and 1e-4 without arguments, when a small model learns the preferences of the embedded story world.
-Under --save_path it leaves metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the
-tokenizer.
+KTO is the initial model, or with --lora_rank the model with its adapter off. The learning rate is 1e-6 (dpo, simpo) or
+5e-6 (kto, orpo), and 1e-4 without arguments, when a small model learns the preferences of the embedded story world.
+Writes metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer, to --save_path.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
 
-Without arguments it trains a small model on the embedded story world. Under --save_path it leaves metrics.jsonl,
-samples.jsonl, run.json, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+Without arguments it trains a small model on the embedded story world. Writes metrics.jsonl, samples.jsonl, run.json,
+checkpoints/ and actor/, a Hugging Face folder with the tokenizer, to --save_path.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A reward model from preferences, or from labelled text.
+"""Trains a reward model on preferences or labelled text.
 
     python examples/train_reward_model.py pairs.jsonl --pretrain gpt2 --save_path outputs/rm
     torchrun --nproc-per-node=2 examples/train_reward_model.py pairs.jsonl --pretrain gpt2 --strategy ddp
 
 Takes prompt, chosen and rejected (or several ranked answers), or text and label. Without arguments a small model learns
-the preferences of the embedded story world. Under --save_path it leaves metrics.jsonl, config.yaml, checkpoints/ and
-reward_model/, which `RewardModel.from_pretrained` and `transformers.AutoModelForSequenceClassification` load, and
-train_prompts.py --reward_model takes.
+the preferences of the embedded story world. Writes metrics.jsonl, config.yaml, checkpoints/ and reward_model/ to
+--save_path. `RewardModel.from_pretrained`, `transformers.AutoModelForSequenceClassification` and train_prompts.py
+--reward_model load that folder.
 """
 
 from __future__ import annotations

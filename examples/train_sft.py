@@ -4,8 +4,8 @@
     torchrun --nproc-per-node=2 examples/train_sft.py chats.jsonl --pretrain gpt2 --strategy fsdp
 
 Takes Alpaca rows, chats (with the tokenizer's chat template), prompt and response, or plain text; only what the
-assistant says is learned. Without arguments a small model learns the language of the embedded story world. Under
---save_path it leaves metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+assistant says is learned. Without arguments a small model learns the language of the embedded story world. Writes
+metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer, to --save_path.
 """
 
 from __future__ import annotations

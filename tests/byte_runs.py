@@ -1,4 +1,4 @@
-"""PPO of a tiny model on bytes without a critic, for tests of what a run leaves."""
+"""PPO of a tiny model on bytes without a critic, for tests of run folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lengths(prompts: list[str], responses: list[str]) -> list[float]:
 def byte_trainer(
     run_dir: Path | None, callbacks: Any = (), *, tokenizer: bool = True, model: Mapping[str, Any] | None = None
 ) -> PPOTrainer:
-    """`model`: options of the actor. The reward is the length of a response."""
+    """Returns a trainer with the length of a response as reward. model: options of the actor."""
     strategy = NaiveStrategy(seed=3)
     torch.manual_seed(0)
     actor = Actor(tiny_causal_lm('gpt2', **SIZES), **(model or {}))

@@ -1,4 +1,4 @@
-"""Fixtures for every test: nothing may leak, and a model for whole runs. `run_distributed` is in
+"""Fixtures of all tests: checks for leaks, and models for whole runs. `run_distributed` is in
 `chatgpt.testing.processes`."""
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from limits import HANG_S
 
 pytest.register_assert_rewrite('killed_runs', 'tiny_runs')
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; every program of a test would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _OURS = tuple('RANK WORLD_SIZE LOCAL_ MASTER_ OMP_ MKL_ CUDA_VISIBLE GROUP_ TORCHELASTIC PYTORCH_CUDA CHATGPT'.split())
-"""beginnings of the variables that our code could set; third parties set others while they are imported"""
+"""prefixes of variables that the library could set; other packages set others at import"""
 
 
 def _variables() -> dict[str, str]:
@@ -32,8 +32,8 @@ WITH_16_BITS, WITHOUT_16_BITS = 'avx512,bf16,fp16', 'avx2'
 
 @pytest.fixture(scope='session', autouse=True)
 def same_processor() -> Iterator[None]:
-    """The processor that the library sees (`chatgpt.strategies.machine`), here and in every process that
-    a test starts: one with instructions of 16 bits, or what CHATGPT_PROCESSOR says for a whole run."""
+    """Sets the processor that the library detects (`chatgpt.strategies.machine`), here and in child processes: one with
+    16-bit instructions, or the value of CHATGPT_PROCESSOR."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('CHATGPT_PROCESSOR', os.environ.get('CHATGPT_PROCESSOR') or WITH_16_BITS)
         yield
@@ -41,19 +41,19 @@ def same_processor() -> Iterator[None]:
 
 @pytest.fixture
 def with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with instructions of 16 bits."""
+    """Sets a CPU with 16-bit instructions."""
     monkeypatch.setenv('CHATGPT_PROCESSOR', WITH_16_BITS)
 
 
 @pytest.fixture
 def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without them."""
+    """Sets a CPU without 16-bit instructions."""
     monkeypatch.setenv('CHATGPT_PROCESSOR', WITHOUT_16_BITS)
 
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Fails a test that leaves a process group, one of our environment variables or one of our threads behind."""
+    """Fails a test that leaves a process group, or an environment variable or thread of the library."""
     before = _variables()
     yield
     after = _variables()
@@ -74,7 +74,7 @@ def nothing_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope='module')
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's policy, untrained, with its tokenizer."""
+    """Returns a folder with the demo's untrained policy and its tokenizer."""
     from chatgpt.launch import demo_world
     from chatgpt.nn import GPTActor
 
@@ -85,7 +85,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='module')
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2 with a tokenizer of characters."""
+    """Returns a folder with a tiny GPT-2 and a character tokenizer."""
     import torch
 
     from chatgpt.nn import GPTActor
@@ -105,7 +105,7 @@ CHROMIUM_FLAGS = (
 
 @pytest.fixture(scope='module')
 def browser() -> Iterator[Any]:
-    """A headless Chromium, as Playwright drives it; a page or a context is the test's own to close."""
+    """Yields a headless Chromium under Playwright; a test closes its own pages and contexts."""
     found = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
     if found is None:
         pytest.skip('needs Chromium on the PATH')

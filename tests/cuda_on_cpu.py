@@ -1,5 +1,5 @@
-"""A pretend CUDA device: tensors that say `cuda:0` compute on the CPU, refuse to mix with CPU tensors as CUDA does, and
-count what makes the host wait for a GPU.
+"""A pretend CUDA device: tensors on `cuda:0` compute on the CPU, refuse to mix with CPU tensors as on CUDA, and count
+the operations that make the host wait for a GPU.
 
 ::
 
@@ -8,18 +8,18 @@ count what makes the host wait for a GPU.
         ...
         print(cuda.syncs)  # Counter({Sync(kind='item', where='chatgpt/trainer/step.py:131'): 3})
 
-Counted, by the line of chatgpt that asked: `item` and what calls it (`float`, `bool`, `if`), `tolist`, boolean masks as
-indices, `nonzero` and other results whose size the device decides, `torch.cuda.synchronize`, and copies between host
-and device, except page-locked ones with `non_blocking`. A copy from ordinary memory counts even with it: CUDA may wait.
+Counted, by the calling line of chatgpt: `item` and its callers (`float`, `bool`, `if`), `tolist`, boolean masks as
+indices, `nonzero` and other results with a size that depends on values, `torch.cuda.synchronize`, and copies between
+host and device, except page-locked ones with `non_blocking`. A copy from pageable memory always counts, since CUDA may
+wait.
 
-A CUDA graph records operations and does them again at `replay`, on the same tensors; a wait inside a capture is an
-error, as on CUDA, and operations on another device than that of the capture's stream are not recorded.
+A CUDA graph records operations and repeats them at `replay` on the same tensors. A wait inside a capture is an error,
+as on CUDA; operations on a device other than that of the capture's stream are not recorded.
 
-Left out, so that a test here says nothing about it: streams (everything is in order), memory, speed, CUDA's own
-rounding and kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, a device
-that torch's C++ code takes from another tensor when there are several (the latest operation's is taken), and the meta
-device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name.
-One thread.
+Does not cover streams (everything is in order), memory, speed, CUDA's rounding and kernels, autocast (fp32 only),
+`torch.compile`, operations that change a tensor's shape in place, a device that torch's C++ code takes from one of
+several tensors (here from the latest operation), and the meta device outside `with torch.device('meta')`.
+`torch.cuda.is_available()` stays False, so the device must be named. One thread only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ import chatgpt
 PACKAGE = str(Path(chatgpt.__file__).parent)
 
 HOST_INDICES = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'}
-"""take indices from the host too, which are copied"""
+"""operations that also accept CPU indices, which are copied"""
 NO_HOST_SCALARS = {*'cat stack gather index_select index_add index_copy index_copy_ scatter scatter_add'.split()}
-"""refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
+"""operations that refuse a CPU tensor without dimensions, which arithmetic accepts as a number"""
 MEMORY = 16 * 2**30
 """bytes of a device, all of them free"""
 SIZED_BY_DEVICE = {'nonzero', 'masked_select', 'bincount', '_unique2', 'unique_dim', 'unique_consecutive'}
@@ -54,15 +54,15 @@ COPIES = {'_to_copy', 'copy_'}
 
 
 class Sync(NamedTuple):
-    """The host waited for the device."""
+    """A wait of the host for the device."""
 
     kind: str
     where: str
-    """line of chatgpt, or of another package where none of ours is on the stack"""
+    """line of chatgpt, or of another package if chatgpt is not on the stack"""
 
 
 class PretendTensor(Tensor):
-    """A tensor on the pretend device. Its numbers are in `inner`, on the CPU."""
+    """A tensor on the pretend device; its values are in `inner`, on the CPU."""
 
     inner: Tensor  # type: ignore[assignment]
     place: torch.device
@@ -75,7 +75,7 @@ class PretendTensor(Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=torch.device('meta'),  # torch asks nothing of the hardware for it
+            device=torch.device('meta'),  # needs no hardware
         )
         made.inner, made.place = inner, place
         return made
@@ -110,7 +110,7 @@ class PretendTensor(Tensor):
         return memo[id(self)]
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Itself where nothing changes, as ever; torch would take it for a tensor on the meta device."""
+        """Returns self if nothing changes; torch would treat it as a tensor on the meta device."""
         if args and isinstance(args[0], Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         copy = kwargs.pop('copy', False)
@@ -149,7 +149,7 @@ class PretendTensor(Tensor):
 
 
 def _without_lists(index: Any) -> Any:
-    """Lists as tensors of the host: torch would make them where the tensor is, on the meta device, without numbers."""
+    """Converts lists to CPU tensors, which torch would make without values on the meta device."""
     if isinstance(index, tuple):
         return tuple(map(_without_lists, index))
     return torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
@@ -157,20 +157,20 @@ def _without_lists(index: Any) -> Any:
 
 @dataclass
 class PretendCuda:
-    """What `pretend_cuda` gives."""
+    """The state of the pretend device; `pretend_cuda` yields it."""
 
     num_devices: int = 1
     syncs: Counter[Sync] = field(default_factory=Counter)
-    """how often each line made the host wait"""
+    """number of waits by line"""
     current: int = 0
     """the current device"""
     latest: torch.device = torch.device('cuda', 0)
-    """where the latest operation was"""
+    """device of the latest operation"""
     on_meta: bool = False
     """within a call under `with torch.device('meta')`"""
     capturing: PretendGraph | None = None
     pinned: dict[int, Tensor] = field(default_factory=dict)
-    """page-locked tensors by address; kept, so that no address comes twice"""
+    """page-locked tensors by address; kept alive, so that no address is reused"""
 
     def note(self, kind: str) -> None:
         if self.capturing is not None:
@@ -202,10 +202,10 @@ def _device() -> PretendCuda:
 
 @contextmanager
 def pretend_cuda(num_devices: int = 1) -> Iterator[PretendCuda]:
-    """Inside, in this thread, 'cuda:0' up to 'cuda:<num_devices - 1>' are devices. Tensors on them die with it.
+    """Makes 'cuda:0' to 'cuda:<num_devices - 1>' devices of this thread; their tensors are invalid afterwards.
 
     Raises:
-        RuntimeError: a real GPU is there, or it is entered twice.
+        RuntimeError: there is a real GPU, or the context is entered twice.
     """
     if torch.cuda.is_available():
         raise RuntimeError('pretend_cuda: this machine has a GPU; run the tests marked gpu on it')
@@ -218,8 +218,8 @@ def pretend_cuda(num_devices: int = 1) -> Iterator[PretendCuda]:
             stack.enter_context(patch.object(owner, name, replacement))
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-        torch.__future__.set_swap_module_params_on_conversion(True)  # a module's parameters change their class
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies by an operation that is seen
+        torch.__future__.set_swap_module_params_on_conversion(True)  # a module's parameters change class
+        torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(..., device=...) copies by a visible operation
         stack.callback(_forget_tables)
         stack.callback(_open.clear)
         _open.append(cuda)
@@ -228,7 +228,7 @@ def pretend_cuda(num_devices: int = 1) -> Iterator[PretendCuda]:
 
 
 def _forget_tables() -> None:
-    """bitsandbytes keeps a table of codes for later, on the device that asked first."""
+    """Clears bitsandbytes' cached code tables, which are on the device of their first use."""
     if (functional := sys.modules.get('bitsandbytes.functional')) is not None:
         functional.name2qmap.clear()
 
@@ -237,7 +237,7 @@ def _forget_tables() -> None:
 
 
 class _Operations(TorchDispatchMode):
-    """Does every operation on the CPU and says where its results are."""
+    """Runs every operation on the CPU and sets the device of its results."""
 
     def __init__(self, cuda: PretendCuda) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _Operations(TorchDispatchMode):
         places = {t.place for t in tensors if isinstance(t, PretendTensor)}
         name = func._schema.name.split('::')[1]
         if device is not None and device.type == 'meta' and not self.cuda.on_meta:
-            # torch's own C++ code asks for a tensor where another one is, which is where the operation before it was
+            # torch's C++ code creates a tensor on the device of another: that of the operation before
             device = next(iter(places), self.cuda.latest)
         if not places and (device is None or device.type != 'cuda') and not kwargs.get('pin_memory'):
             return func(*args, **kwargs)
@@ -297,7 +297,7 @@ class _Operations(TorchDispatchMode):
             indices = [i for i in args[1] if i is not None]
             if not all(isinstance(i, PretendTensor) for i in indices):
                 self.cuda.note('index to device')
-            # x[mask] = one number is done without asking how many are True
+            # x[mask] = number does not need the count of True
             one_number = name.startswith(('index_put', '_index_put')) and args[2].numel() == 1 and len(indices) == 1
             if any(i.dtype in (torch.bool, torch.uint8) for i in indices) and not one_number:
                 self.cuda.note('boolean mask')
@@ -310,7 +310,7 @@ class _Operations(TorchDispatchMode):
         if name == 'copy_':
             goes, non_blocking = isinstance(target, PretendTensor), kwargs.get('non_blocking') or args[2:3] == (True,)
             waits = not (non_blocking and self.cuda.is_pinned(target if comes else source))
-        else:  # a new tensor; on the host it is not page-locked
+        else:  # a new host tensor is not page-locked
             goes = comes if device is None else device.type != 'cpu'
             waits = comes or not (kwargs.get('non_blocking') and self.cuda.is_pinned(source))
         if goes != comes and waits:
@@ -318,7 +318,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _check_places(name: str, args: Any, tensors: list[Tensor], places: set[torch.device]) -> None:
-    """RuntimeError where CUDA would have one."""
+    """Raises RuntimeError where CUDA would."""
     hosts = [t for t in tensors if not isinstance(t, PretendTensor)]
     if name in HOST_INDICES:
         if not isinstance(args[0], PretendTensor):
@@ -345,7 +345,7 @@ def _asked_device(func: Any, args: Any, kwargs: Any) -> torch.device | None:
 
 
 def _indexed(device: Any) -> torch.device:
-    """'cuda' is the current device; ValueError for one that is not there."""
+    """Returns the device with an index ('cuda': the current one). Raises ValueError if it does not exist."""
     device = torch.device('cuda', device) if isinstance(device, int) else torch.device(device)
     if device.type != 'cuda':
         return device
@@ -356,7 +356,7 @@ def _indexed(device: Any) -> torch.device:
 
 
 def _mapped(function: Callable[[Any], Any], nested: Any) -> Any:
-    """`function` of each leaf of tuples, lists and dicts: `tree_map`, without its cost for each operation."""
+    """Applies `function` to each leaf of tuples, lists and dicts: a cheaper `tree_map`."""
     if isinstance(nested, (tuple, list)):
         return type(nested)([_mapped(function, x) for x in nested])
     if isinstance(nested, dict):
@@ -365,7 +365,7 @@ def _mapped(function: Callable[[Any], Any], nested: Any) -> Any:
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists and dicts, in order."""
+    """Yields the tensors in tuples, lists and dicts, in order."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, (tuple, list)):
@@ -382,7 +382,7 @@ def _inner(x: Any) -> Any:
 
 
 def _caller() -> str:
-    """The innermost line of chatgpt on the stack, else of what is neither torch nor this file."""
+    """Returns the innermost line of chatgpt on the stack, else the innermost outside torch and this file."""
     frame, other = sys._getframe(1), ''
     while frame is not None:
         name = frame.f_code.co_filename
@@ -399,7 +399,7 @@ def _caller() -> str:
 
 
 class PretendGraph:
-    """`torch.cuda.CUDAGraph`: operations of one device, recorded, and done again at `replay`."""
+    """A replacement of `torch.cuda.CUDAGraph` that records operations of one device and repeats them at `replay`."""
 
     def __init__(self) -> None:
         self.place = torch.device('cuda', 0)
@@ -410,7 +410,7 @@ class PretendGraph:
         return (0, 0)
 
     def keep(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What an operation is about to write over, since a capture computes nothing."""
+        """Saves the tensors that an operation overwrites, since a capture computes nothing."""
         for number, parameter in enumerate(func._schema.arguments):
             if parameter.alias_info is not None and parameter.alias_info.is_write:
                 written = args[number] if number < len(args) else kwargs.get(parameter.name)
@@ -431,7 +431,7 @@ class PretendGraph:
 
 
 def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
-    """(where, name, what stands there inside)."""
+    """Returns (object, name, replacement) of every patched attribute."""
     kept_default = DeviceContext.__torch_function__
     kept_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 

@@ -1,7 +1,6 @@
-"""A small Hugging Face Hub on this machine: accounts, repositories, and files that come by commit or LFS.
+"""A small local Hugging Face Hub: accounts, repositories, and files uploaded by commit or LFS.
 
-It speaks what huggingface_hub says when it asks who one is, makes a repository and uploads a folder, and keeps the
-bytes that arrive.
+It answers huggingface_hub's requests to identify a user, create a repository and upload a folder, and keeps the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 WRITE, READ, FINE, NARROW = 'hf_write', 'hf_read', 'hf_fine', 'hf_narrow'
-"""tokens of the account 'me'; FINE may write to 'me', NARROW to 'me/other' alone"""
+"""tokens of the account 'me'; FINE may write to 'me', NARROW only to 'me/other'"""
 _SCOPES = {
     FINE: [{'entity': {'type': 'user', 'name': 'me'}, 'permissions': ['repo.content.read', 'repo.write']}],
     NARROW: [{'entity': {'type': 'model', 'name': 'me/other'}, 'permissions': ['repo.write']}],
@@ -29,23 +28,23 @@ _ROLES = {WRITE: 'write', READ: 'read', FINE: 'fineGrained', NARROW: 'fineGraine
 
 
 class Hub:
-    """What the server holds, and what it was asked.
+    """The content of the server, and the requests that it received.
 
     Args:
-        large: endings of names that go by LFS, and not within a commit.
+        large: suffixes of files that are uploaded by LFS and not in a commit.
     """
 
     def __init__(self, large: tuple[str, ...] = ('.safetensors', '.png')) -> None:
         self.large = large
         self.repos: dict[str, dict[str, Any]] = {}
-        """name: private, and for each revision the files"""
+        """repositories by name: private, and the files of each revision"""
         self.objects: dict[str, bytes] = {}
-        """by sha256"""
+        """LFS objects by SHA-256"""
         self.asked: list[str] = []
         self.dies_at: str | None = None
-        """beginning of a path, asked for which it falls silent for good, as a server that goes down"""
+        """prefix of a path; after a request for it the server never responds again, like one that goes down"""
         self.refuses: dict[str, int] = {}
-        """beginning of a path: status"""
+        """prefix of a path -> status of its error"""
         self.address = ''
 
     def files(self, repo: str, revision: str = 'main') -> dict[str, bytes]:
@@ -60,11 +59,11 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
 
     def log_message(self, *_: Any) -> None:
-        """Nothing on the terminal."""
+        """Logs nothing."""
 
     def handle_one(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
-        if path != '/api/agent-harnesses':  # which huggingface_hub asks for once in a while
+        if path != '/api/agent-harnesses':  # huggingface_hub requests it occasionally
             hub.asked.append(f'{self.command} {path}')
         length = int(self.headers.get('Content-Length') or 0)
         body = self.rfile.read(length) if 'chunked' not in self.headers.get('Transfer-Encoding', '') else self._chunks()
@@ -190,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _faults(card: str) -> list[dict[str, str]]:
-    """What the hub has against a card's front matter, of the part that it insists on."""
+    """Returns the hub's errors about the required part of a card's front matter."""
     import yaml
 
     try:
@@ -213,7 +212,7 @@ def _account(token: str) -> dict[str, Any]:
 
 @contextmanager
 def serving(hub: Hub | None = None) -> Iterator[Hub]:
-    """A hub at its `address`, until the block is left."""
+    """Yields a running hub with its `address`."""
     hub = hub or Hub()
     server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (_Handler,), {'hub': hub}))
     server.daemon_threads = True
@@ -229,8 +228,7 @@ def serving(hub: Hub | None = None) -> Iterator[Hub]:
 
 
 def use(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None = WRITE) -> None:
-    """Have huggingface_hub talk to a hub at that address, with that token and no other, without xet and without pauses
-    between its tries."""
+    """Points huggingface_hub to this address and token only, without xet and without pauses between retries."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, 'ENDPOINT', address)

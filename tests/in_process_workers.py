@@ -1,5 +1,4 @@
-"""Rollout workers in this process: no Ray, no threads, deaths on command. For tests of what is built on
-`RemoteEngine`."""
+"""Rollout workers in this process, without Ray and threads, with simulated deaths, for tests of `RemoteEngine`."""
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ from chatgpt.rollout.worker import RolloutWorker
 
 
 class InProcessWorkers:
-    """`RolloutWorkers` that work when they are waited for.
+    """`RolloutWorkers` that compute at `wait`.
 
-    A request is answered at `wait`, by the worker it was given to, so the weights that are newest by then would show.
-    `kill(worker)` loses what that worker holds; `die_on[index]` is how many times a worker dies of the request that
-    holds this sample index.
+    A request is answered at `wait` by its worker, so that weights loaded since would show. `kill(worker)` loses the
+    worker's state; `die_on[index]` is how many times a worker dies at the request with this sample index.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
@@ -28,7 +26,7 @@ class InProcessWorkers:
         self.answered: list[tuple[int, list[int]]] = []
         """(worker, sample indices) of each answer, in order"""
         self.most_queued = 0
-        """greatest number of requests submitted and neither answered, cancelled nor lost"""
+        """largest number of requests in flight"""
         self.num_puts = 0
         self.closed = False
         self._queued: dict[int, tuple[int, RolloutWorker, Request]] = {}
@@ -72,7 +70,7 @@ class InProcessWorkers:
         self._queued.pop(handle, None)
 
     def kill(self, worker: int) -> None:
-        """The worker is gone with all that it was given."""
+        """Removes the worker with its weights and requests."""
         self.workers[worker] = None
         self._queued = {h: entry for h, entry in self._queued.items() if entry[0] != worker}
 

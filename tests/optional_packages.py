@@ -1,4 +1,4 @@
-"""Marks for tests of what not every environment has."""
+"""Marks for tests that need an optional package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row of a recording, for tests of whoever writes or reads recorded sequences."""
+"""A row of a recording, for tests that write or read recorded sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chatgpt.monitor.run_folder.rollouts import PER_TOKEN
 
 
 def recorded_row(phase: int, index: int, tokens: Sequence[str] = ('r', 'r'), **more: Any) -> dict[str, Any]:
-    """As `write_rollouts` takes it, two to a group; `more` takes the place of what is given here."""
+    """Returns a row for `write_rollouts`, with groups of two. more: replaces or adds entries."""
     n = len(tokens)
     about = {'phase': phase, 'index': index, 'group': index // 2, 'version': 0, 'finish_reason': 'eos', 'columns': '{}'}
     texts = {'prompt': 'p', 'response': ''.join(tokens), 'prompt_tokens': ['p'], 'tokens': list(tokens)}

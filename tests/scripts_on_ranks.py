@@ -1,4 +1,4 @@
-"""Scripts on several ranks, each with its exit code and its output: for what an interpreter does at its end."""
+"""Scripts on several ranks, with exit codes and output, for tests of the end of an interpreter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from chatgpt.testing.processes import become_rank, end_all, free_port, own_varia
 
 
 def run_source(text: str, world_size: int = 2, timeout_s: float = HANG_S) -> list[tuple[int, str]]:
-    """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left
-    out."""
+    """Runs `text` as a script on every rank, in forked processes; returns each rank's exit code and output."""
     with tempfile.TemporaryDirectory(prefix='run-source-') as folder, start_method() as method:
         job, context = (own_variables(), world_size, free_port(), folder, text), multiprocessing.get_context(method)
         ranks = [context.Process(target=_source_child, args=(rank, *job)) for rank in range(world_size)]
@@ -38,8 +37,7 @@ def run_source(text: str, world_size: int = 2, timeout_s: float = HANG_S) -> lis
 def run_script(
     arguments: Sequence[str], world_size: int = 2, folder: str | Path | None = None
 ) -> list[tuple[int, str]]:
-    """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and
-    output."""
+    """Runs `python ARGUMENTS` on every rank in new interpreters; returns each rank's exit code and output."""
     port, children = free_port(), []
     paths = os.pathsep.join(path for path in (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')) if path)
     for rank in range(world_size):

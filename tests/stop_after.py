@@ -1,4 +1,4 @@
-"""A callback that ends a run early, for tests of what goes on from it."""
+"""A callback that ends a run early, for tests of a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chatgpt.trainer.callbacks import Callback
 
 
 class StopAfter(Callback):
-    """Asks for a stop at the end of a phase, after a checkpoint."""
+    """Requests a stop at the end of a phase. save: writes a checkpoint before."""
 
     def __init__(self, phase: int, save: bool = False) -> None:
         self.phase, self.save = phase, save

@@ -1,4 +1,4 @@
-"""Padding exists in one place: what `collate` lays out, and how micro-batches and shares are cut."""
+"""The layout of `collate`, and the split into micro-batches and over ranks."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_collate_pads_on_the_right_and_masks_it():
     assert batch.input_ids[0].tolist() == [5, 7, 3, 3, 3]
     assert batch.attention_mask[0].tolist() == [True, True, False, False, False]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4]
-    # Each action is predicted by the state just before it, in its own row.
+    # Each action is predicted by the state before it in the same row.
     flat_ids = batch.input_ids.flatten()
     assert flat_ids[batch.action_index + 1].tolist() == batch.action_ids.tolist()
     assert batch.last_index.tolist() == [1, 9]
@@ -45,10 +45,10 @@ def test_collate_refuses_what_has_nothing_to_predict(sequences, message):
 
 
 def test_cut_by_tokens_counts_padded_tokens():
-    # Padded size is rows x longest: 5+4 would be 2 x 5 = 10 > 9, so the 5 stands alone.
+    # Padded size is rows x longest: 5+4 would be 2 x 5 = 10 > 9, so the 5 is alone.
     assert cut_by_tokens([4, 5, 1, 4], 9) == [[1], [0, 3], [2]]
     assert cut_by_tokens([4, 5, 1, 4], None) == [[1, 0, 3, 2]]
-    assert cut_by_tokens([100, 2, 3], 10) == [[0], [2, 1]]  # one too long has a micro-batch of its own
+    assert cut_by_tokens([100, 2, 3], 10) == [[0], [2, 1]]  # a sequence above the limit is alone
 
 
 @pytest.mark.parametrize('world_size', [1, 2, 3])
@@ -62,7 +62,7 @@ def test_split_over_ranks_deals_everything_once_and_evenly(world_size):
     assert [sum([10, 10, 1, 1][i] for i in share) for share in shares] == [11, 11]
 
 
-def test_a_dummy_batch_weighs_nothing():
+def test_a_dummy_batch_has_no_weight():
     columns = {'advantages': torch.tensor([]), 'better': torch.tensor([], dtype=torch.int64)}
     batch = collate([], columns=columns, totals={'tokens': 7}, num_dummies=2)
     assert batch.num_sequences == batch.num_actions == 2
@@ -89,9 +89,9 @@ def test_micro_batches_hold_everything_once_and_are_equally_many(world_size, max
 
 
 def test_ranks_get_equal_costs_and_equally_many_micro_batches_by_hand():
-    lengths = [10, 9, 9, 8, 3, 3, 2, 2]  # half and half would give one rank 36 tokens and the other 10
+    lengths = [10, 9, 9, 8, 3, 3, 2, 2]  # halves of the list would have 36 and 10 tokens
     cuts = [[[lengths[i] for i in cut] for cut in cuts] for cuts in micro_batches(lengths, 2, 20)]
-    # Longest first, each to the rank with fewer sequences, then with fewer tokens, then to rank 0; forwards of up to 20
+    # Longest first, each to the rank with fewer sequences, then fewer tokens, then rank 0; micro-batches of up to 20
     # padded tokens.
     assert cuts == [[[10, 8], [3, 2]], [[9, 9], [3, 2]]]
     assert micro_batches([10, 1, 1, 9], 2, 10) == [[[0], [2]], [[3], [1]]]

@@ -1,7 +1,7 @@
-"""Code on the pages and in docstrings runs as it is printed, offline, with tiny models in place of the hub's.
+"""Code on the pages and in docstrings runs as printed, offline, with tiny models in place of the hub's.
 
-A page's Python blocks run in their order, in one namespace that holds what the text around them takes for granted. A
-block that cannot run here is in `CANNOT_RUN`, with the reason; a doctest that cannot is marked `+SKIP` where it stands.
+A page's Python blocks run in order, in one namespace with the names that the text assumes. A block that cannot run here
+is in `CANNOT_RUN` with the reason; such a doctest is marked `+SKIP`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTEND = ROOT / 'docs' / 'extend'  # whole files, which tests/test_extend.py runs
+EXTEND = ROOT / 'docs' / 'extend'  # tests/test_extend.py runs these whole files
 PAGES = ['README.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md') if p.parent != EXTEND)]
 CANNOT_RUN = {
     "docs/publishing.md: trainer.push_to_hub('my-team/words'": 'uploads; tests/publish/test_push_runs.py does so, to a '
@@ -32,7 +32,7 @@ RUN_ELSEWHERE = {'README.md: from copy import deepcopy': 'tests/test_docs.py run
 
 
 def blocks(page: str) -> list[str]:
-    """Python of a page: fenced as python, and indented blocks that import chatgpt."""
+    """Returns the Python blocks of a page: fenced ones, and indented ones that import chatgpt."""
     text = (ROOT / page).read_text()
     found = [(m.start(), m[1]) for m in re.finditer(r'```python\n(.*?)```', text, re.DOTALL)]
     bare = re.sub(r'```.*?```', lambda m: re.sub(r'[^\n]', 'x', m[0]), text, flags=re.DOTALL)
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assumed() -> dict[str, Any]:
-    """What a page's code takes for granted."""
+    """Returns the names that a page's code assumes."""
     prompts = [f'a {word}' for word in 'one two three four five six seven eight'.split()]
     return {
         '__name__': 'page',
@@ -87,7 +87,7 @@ def assumed() -> dict[str, Any]:
 
 
 def tiny(block: str, model: Path) -> str:
-    """The block with a folder for a hub name, and shorter."""
+    """Returns the block with a folder in place of a hub name and fewer steps."""
     block = re.sub(r"'(gpt2|facebook/opt-\w+|EleutherAI/[\w.-]+)'", repr(str(model)), block)
     block = re.sub(r"(?<=from_pretrained\()'outputs/[\w/]+'", repr(str(model)), block)
     return re.sub(
@@ -101,7 +101,7 @@ def tiny(block: str, model: Path) -> str:
 def test_the_code_of_a_page_runs(page, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(model / 'config.json', tmp_path)
-    for name in ('ppo', 'grpo'):  # runs that a page looks at
+    for name in ('ppo', 'grpo'):  # runs that a page reads
         folder = tmp_path / 'outputs' / name
         folder.mkdir(parents=True)
         (folder / 'metrics.jsonl').write_text('{"step": 1, "rollout/score_mean": 0.5}\n')

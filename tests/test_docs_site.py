@@ -1,4 +1,4 @@
-"""`make docs`: the site builds without a warning (a dead link is one) and asks no other host."""
+"""`make docs`: the site builds without a warning (a dead link is one) and requests no other host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.system
-def test_the_site_builds_and_asks_no_other_host(tmp_path):
+def test_the_site_builds_and_requests_no_other_host(tmp_path):
     for module in ('sphinx', 'myst_parser', 'furo'):
         pytest.importorskip(module, reason='needs requirements-docs.txt')
     command = re.search(r'-m sphinx (-b html -W [^\n]*?) build/docs$', (ROOT / 'Makefile').read_text(), re.MULTILINE)

@@ -1,5 +1,5 @@
-"""Each page of docs/extend shows a whole file of at most 40 lines. Written outside of the package, as by a user, it
-does what is said."""
+"""Each page of docs/extend has a complete file of at most 40 lines, which works from outside the package as
+described."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ VOCAB = 16
 
 
 def shown(page: str) -> tuple[str, str]:
-    """Name and text of the file on a page."""
+    """Returns name and text of the file on a page."""
     ((code, name),) = re.findall(r'```python\n(# (\S+\.py)\n.*?)```', PAGES[page].read_text(), re.DOTALL)
     return name, code
 
 
 def load(page: str) -> Any:
-    """The page's file, written into the working directory and imported."""
+    """Writes the page's file into the working directory and imports it."""
     name, code = shown(page)
     path = Path(name)
     path.write_text(code)
@@ -56,7 +56,7 @@ def load(page: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """A working directory of the test's own, tables as they were, and nothing of a page among the modules."""
+    """Uses a temporary working directory, and restores registries and imported modules."""
     monkeypatch.chdir(tmp_path)
     tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES, MODELS)], set(sys.modules)
     yield
@@ -69,7 +69,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 class CountGood(nn.Module):
-    """The share of token 7 in a response."""
+    """A reward that is the share of token 7 in a response."""
 
     def forward(self, batch: Any) -> Tensor:
         hits = ((batch.action_ids == 7) & batch.action_mask).float()
@@ -78,7 +78,7 @@ class CountGood(nn.Module):
 
 
 class Log(ProgressBar):
-    """Keeps the metrics of every phase."""
+    """A callback that keeps the metrics of every phase."""
 
     def __init__(self) -> None:
         super().__init__(enabled=False)
@@ -91,7 +91,7 @@ class Log(ProgressBar):
 def ppo(
     *, critic: Any = None, actor: Any = None, reward: Any = None, callbacks: Any = (), **settings: Any
 ) -> PPOTrainer:
-    """A small trainer on ids; critic-free unless one is given."""
+    """Returns a small trainer on ids; without a critic unless one is given."""
     strategy = NaiveStrategy(seed=3)
     actor = actor or GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
     initial = deepcopy(actor)
@@ -112,7 +112,7 @@ def prompts() -> list[Tensor]:
 
 
 def trained(**settings: Any) -> Tensor:
-    """The actor's weights after one phase."""
+    """Returns the actor's weights after one phase."""
     trainer = ppo(**settings)
     trainer.fit(prompts(), num_episodes=1, max_timesteps=1, update_timesteps=1)
     return torch.cat([p.detach().flatten() for p in trainer.actor.parameters()])
@@ -326,7 +326,7 @@ def test_rows_of_another_shape_become_records():
     Path('votes.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     loaded = module.load_votes('votes.jsonl', byte_tokenizer())
     (record,) = loaded
-    assert loaded.num_skipped == 1  # a row without replies is told and left out
+    assert loaded.num_skipped == 1  # a row without replies is reported and skipped
     assert record.scores == (3, -2)
     assert [bytes(ids[:-1].tolist()).decode() for ids in record.responses] == [' yes', ' no']
     assert [int(ids[-1]) for ids in record.responses] == [258, 258]

@@ -1,4 +1,4 @@
-"""A name that cannot be loaded is one line at once: no network, no cache; what is cached still loads."""
+"""A name that cannot be loaded is a one-line error at once, without network or cache; cached models still load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatgpt.nn.loading import load_config, load_tokenizer
 
 @pytest.fixture
 def network(monkeypatch, tmp_path):
-    """A hub that nobody can reach, an empty cache, and how often somebody tried."""
+    """Sets an unreachable hub and an empty cache; returns the list of attempted connections."""
     tried = []
 
     def refuse(address, timeout):
@@ -45,7 +45,7 @@ def test_without_a_network_a_misspelt_name_is_one_line_after_one_try(network, tm
     assert network == [('hub.test', 443)]
 
 
-def test_a_proxy_is_asked_in_place_of_the_hub(network, monkeypatch):
+def test_a_proxy_is_tried_in_place_of_the_hub(network, monkeypatch):
     monkeypatch.setenv('https_proxy', 'http://proxy.test:3128')
     with pytest.raises(ValueError, match='proxy.test cannot be reached'):
         hub.check_name('nobody/nothing')
@@ -65,7 +65,7 @@ def test_what_is_in_the_cache_is_loaded_without_a_network(network, tmp_path):
     assert len(network) == 1
 
 
-def test_offline_nobody_is_asked(network, monkeypatch):
+def test_offline_there_is_no_connection(network, monkeypatch):
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     with pytest.raises(ValueError, match='not asked under HF_HUB_OFFLINE=1'):
         hub.check_name('nobody/nothing')

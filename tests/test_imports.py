@@ -1,5 +1,5 @@
-"""The package's imports: arrows between packages point down, no circle, optional packages stay optional, `import
-chatgpt` light."""
+"""Imports of the package: they point down without a cycle, optional packages stay optional, `import chatgpt` is
+light."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def rooms() -> dict[str, set[str]]:
-    """What each room may import, by the table of docs/design.md. A room may import its own parts that are named there,
-    and who may import a room may import its parts; the version in `chatgpt` itself and `names` may be imported by
-    all."""
+def allowed_imports() -> dict[str, set[str]]:
+    """Returns what each package may import, by the table of docs/design.md.
+
+    A package may import its own parts in the table, and permission for a package includes its parts; all may import the
+    version in `chatgpt` and `names`.
+    """
     models = {'types', 'functional', 'batching', 'nn'}
     rows = re.findall(r'^\| `([\w.]+)` \| [^|]+ \| ([^|]*)\|$', (ROOT / 'docs' / 'design.md').read_text(), re.MULTILINE)
     may = {name: {word.strip() for word in words.split(',') if word.strip()} for name, words in rows}
     return {name: words - {'models'} | (models if 'models' in words else set()) for name, words in may.items()}
 
 
-ALLOWED = rooms()
+ALLOWED = allowed_imports()
 
-# Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
+# Optional packages: imported inside a function, in files with this prefix. `None`: inside a function anywhere.
 OPTIONAL: dict[str, str | None] = dict.fromkeys(('matplotlib', 'bitsandbytes', 'peft', 'pandas', 'pyarrow'))
 TRACKERS = 'wandb', 'trackio', 'mlflow', 'tensorboard', 'torch.utils.tensorboard'
 OPTIONAL |= dict.fromkeys(TRACKERS, 'trainer/callbacks/trackers')
@@ -42,8 +44,8 @@ PROCESS_GROUPS = ('strategies/', 'launch/', 'testing/')
 
 
 class Import(NamedTuple):
-    """One imported module, and when it is imported: with its file ('module'), when a function runs, or only for type
-    checkers."""
+    """An import, and when it happens: with its file ('module'), in a function ('function'), or for types only
+    ('types')."""
 
     file: str
     line: int
@@ -52,7 +54,7 @@ class Import(NamedTuple):
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-    """Every import statement, and when it runs."""
+    """Yields every import statement and when it runs."""
     when: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -71,8 +73,7 @@ def module_name(path: Path, root: Path) -> str:
 
 @cache
 def walk(root: Path) -> tuple[set[str], list[Import]]:
-    """The modules of `root`/chatgpt and all their imports, `from package import submodule` resolved to the
-    submodule."""
+    """Returns the modules of `root`/chatgpt and their imports, with `from package import submodule` resolved."""
     files = {module_name(p, root): p for p in sorted((root / 'chatgpt').rglob('*.py'))}
     found = []
     for path in files.values():
@@ -90,7 +91,7 @@ def walk(root: Path) -> tuple[set[str], list[Import]]:
 
 
 def package_of(module: str) -> str:
-    """The room of a module: the longest name in ALLOWED that it lies in."""
+    """Returns the package of a module: the longest matching name in ALLOWED."""
     name = module.partition('.')[2]
     inside = [room for room in ALLOWED if f'{name}.'.startswith(f'{room}.')]
     return max(inside, key=len, default=name.partition('.')[0] or 'chatgpt')
@@ -101,7 +102,7 @@ def module_of(file: str) -> str:
 
 
 def wrong_arrows(imports: list[Import]) -> list[str]:
-    """Imports of a package that the importing package may not see, at whatever time."""
+    """Returns the imports, at any time, of a package that the importing package may not import."""
     wrong = []
     for i in imports:
         if i.target != 'chatgpt' and not i.target.startswith('chatgpt.'):
@@ -116,8 +117,8 @@ def wrong_arrows(imports: list[Import]) -> list[str]:
     return wrong
 
 
-def circle(modules: set[str], imports: list[Import]) -> list[str]:
-    """Modules that import one another in a circle, the first found."""
+def cycle(modules: set[str], imports: list[Import]) -> list[str]:
+    """Returns the first cycle of imports that is found."""
     edges: dict[str, set[str]] = {module: set() for module in modules}
     for i in imports:
         if i.target in modules:
@@ -134,8 +135,7 @@ def matches(target: str, package: str) -> bool:
 
 
 def eager_or_misplaced(imports: list[Import]) -> list[str]:
-    """Optional packages imported with a file, or outside the file that is theirs; process groups outside the
-    strategies."""
+    """Returns imports of optional packages at module level or in other files, and process groups outside strategies."""
     wrong = []
     for i in imports:
         file = i.file.removeprefix('chatgpt/')
@@ -154,14 +154,14 @@ def eager_or_misplaced(imports: list[Import]) -> list[str]:
 
 def test_arrows_point_down():
     modules, imports = walk(ROOT)
-    assert len(modules) > 20 and len(imports) > 100  # the walk saw the package
+    assert len(modules) > 20 and len(imports) > 100  # the walk found the package
     assert {'strategies', 'trainer.callbacks', 'launch'} <= ALLOWED.keys() and not ALLOWED['functional']
     assert wrong_arrows(imports) == []
 
 
-def test_no_circle():
-    """At any time of import, types and functions included."""
-    assert circle(*walk(ROOT)) == []
+def test_no_cycle():
+    """Covers imports in functions and for types."""
+    assert cycle(*walk(ROOT)) == []
 
 
 def test_the_library_knows_no_compat():
@@ -173,7 +173,7 @@ def test_optional_packages_and_process_groups_have_their_place():
 
 
 def test_no_test_file_imports_another():
-    """What both need belongs into a module beside them."""
+    """Shared code belongs in a module beside them."""
     wrong = re.compile(r'^ *(?:from|import) (?:tests?\.)?(?:\w+\.)*test_', re.MULTILINE)
     assert wrong.search('    from tests.nn.test_a import f')
     assert [path.name for path in (ROOT / 'tests').rglob('*.py') if wrong.search(path.read_text())] == []
@@ -195,16 +195,18 @@ TIMES = {
 
 
 @pytest.mark.parametrize('source', TIMES.values(), ids=TIMES.keys())
-def test_an_arrow_that_points_up_and_a_circle_are_caught_at_whatever_time(tmp_path, source):
+def test_an_import_that_points_up_and_a_cycle_are_caught_at_any_time(tmp_path, source):
     files = {'__init__.py': '', 'nn/__init__.py': '', 'trainer/ppo.py': '', 'attic/x.py': 'import chatgpt.nn\n'}
     files |= {'nn/actor.py': source.format('chatgpt.trainer.ppo')}
     files |= {'nn/a.py': 'from chatgpt.nn import b\n', 'nn/b.py': source.format('chatgpt.nn.a')}
     modules, imports = write_package(tmp_path, files)
-    told = [w.split(': ', 1)[1] for w in wrong_arrows(imports)]
+    lines = [w.split(': ', 1)[1] for w in wrong_arrows(imports)]
     assert (
-        sorted(told)[0] == 'nn imports trainer' and "package 'attic' is unknown" in sorted(told)[1] and len(told) == 2
+        sorted(lines)[0] == 'nn imports trainer'
+        and "package 'attic' is unknown" in sorted(lines)[1]
+        and len(lines) == 2
     )
-    assert {*circle(modules, imports)} == {'chatgpt.nn.a', 'chatgpt.nn.b'}
+    assert {*cycle(modules, imports)} == {'chatgpt.nn.a', 'chatgpt.nn.b'}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Other systems' names: taken for ours where they mean the same, named where they mean something near, in Python and in
-flags."""
+"""Other systems' names of settings: accepted if they mean the same, suggested if similar, in Python and in flags."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def run(cls: Any, *argv: str) -> Any:
     return parse_run(cls, description='', positional='prompt_path' if cls is PPORun else 'dataset', argv=list(argv))
 
 
-def test_every_name_of_the_table_leads_somewhere():
+def test_every_name_of_the_table_maps_to_a_setting():
     known = {f.name for cls in map(run_class, METHODS) for f in fields(cls)}
     known |= {*RUN_NAMES, *PPO_NAMES, *DATA_NAMES, *STRATEGIES}
     known |= {
@@ -38,7 +37,7 @@ def test_every_name_of_the_table_leads_somewhere():
         'num_nodes',
         'max_failures',
         'weights',
-    }  # of trainers, data, the launcher and inference
+    }  # settings of trainers, data, the launcher and inference
     for name, entries in THEIRS.items():
         assert entries
         for entry in entries:
@@ -46,7 +45,7 @@ def test_every_name_of_the_table_leads_somewhere():
             assert entry.name != name
 
 
-def test_what_means_the_same_is_taken():
+def test_names_with_the_same_meaning_are_accepted():
     words = '--model_name_or_path gpt2 --output_dir=out --learning_rate 1e-3 --per_device_train_batch_size 2'
     sft = run(SFTRun, *words.split(), *'--num_train_epochs=3 --max_seq_length=99 --lr_scheduler_type=cosine'.split())
     assert (sft.pretrain, sft.save_path, sft.lr, sft.train_batch_size) == ('gpt2', 'out', 1e-3, 2)
@@ -64,7 +63,7 @@ FLAGS += ('eps_clip', 'value_clip', 'train_batch_size', 'experience_batch_size',
 
 
 @pytest.mark.parametrize(
-    ('name', 'known', 'told'),
+    ('name', 'known', 'suggestion'),
     [
         ('learning_rat', FLAGS, '; did you mean --learning_rate? Here it is --lr'),
         ('learning-rate', FLAGS, '; here it is --lr'),
@@ -81,9 +80,9 @@ FLAGS += ('eps_clip', 'value_clip', 'train_batch_size', 'experience_batch_size',
         ('score_mean', ('rollout/score_mean', 'ppo/loss'), '; did you mean --rollout/score_mean?'),
     ],
 )
-def test_suggestions(name, known, told):
+def test_suggestions(name, known, suggestion):
     found = hint(name, known, '--')
-    assert found.startswith(told) and bool(found) == bool(told)
+    assert found.startswith(suggestion) and bool(found) == bool(suggestion)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""`chatgpt.train`: each route on a tiny model, both conventions of functions, and what is refused before anything is
-loaded."""
+"""`chatgpt.train`: each route on a tiny model, both conventions of functions, and errors before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PAIRS = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4
 
 
 def train(model: Any, **given: Any) -> Any:
-    """Quietly, one pass over the data."""
+    """Trains one epoch without output."""
     online = 'reward_fn' in given or 'environment' in given
     return chatgpt.train(
         model, callbacks=[ProgressBar(enabled=False)], **((PPO if online else {'max_epochs': 1}) | given)
@@ -62,8 +61,8 @@ def test_a_reward_function_means_ppo(tiny_folder, tmp_path):
     given = {'prompts': rows, 'eval_prompts': rows[:2], 'metric_fn': metric, 'run_dir': tmp_path, 'eval_interval': 1}
     trainer = train(str(tiny_folder), reward_fn=reward, num_timesteps=2, **given)
     assert isinstance(trainer, PPOTrainer) and trainer.timestep == 2
-    samples, said, outputs, place = seen[0]
-    assert [a + b for a, b in zip(said, outputs, strict=True)] == samples and set(place) == {'x'}
+    samples, prompts, outputs, place = seen[0]
+    assert [a + b for a, b in zip(prompts, outputs, strict=True)] == samples and set(place) == {'x'}
     last = metrics(tmp_path)[-1]
     assert last['eval/metrics/place'] == 1.0
     assert last['eval/metrics/length'] == last['eval/score_mean']
@@ -150,7 +149,7 @@ def test_texts_are_read_as_on_a_command_line_and_other_systems_words_are_taken(t
 
 
 def test_settings_of_the_command_reach_the_run(tiny_folder):
-    """Of optimizers, models, environments and data."""
+    """Settings of optimizers, models, environments and data."""
     given = {'weight_decay': 0.25, 'optimizer': 'sgd', 'lr': 0.1, 'critic': 'shared', 'update_timesteps': 2}
     given |= {
         'ptx_coef': 0.5,
@@ -182,8 +181,8 @@ def test_a_weighted_list_of_rewards_reaches_the_trainer(tiny_folder):
 def test_a_reward_model_scores_the_evaluation_and_is_where_the_critic_starts(
     tiny_folder, tmp_path, critic_from, frozen, is_scorer
 ):
-    """V of a whole sequence is its score (arXiv 2403.17031), and a reward model that was frozen before gives a critic
-    that learns."""
+    """The value of a whole sequence is its score (arXiv 2403.17031), and a frozen reward model gives a trainable
+    critic."""
     torch.manual_seed(1)
     reward = RewardModel(GPTActor(config=tiny_config('gpt2', positions=48)).model).requires_grad_(not frozen)
     before = {name: tensor.clone() for name, tensor in reward.state_dict().items() if name.startswith('model.')}
@@ -202,12 +201,12 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
     with pytest.raises(ValueError, match='give tokenizer='):
         chatgpt.train(fresh, samples=['ab'])
     assert train(fresh, samples=['ab'] * 4, tokenizer=char_tokenizer()).num_updates == 1
-    trainer = train(given, reward_fn=lengths, lora_rank=2)  # whose folder has one
+    trainer = train(given, reward_fn=lengths, lora_rank=2)  # the folder has a tokenizer
     actor, critic = ({id(p) for p in m.parameters()} for m in trainer.models().values())
     assert trainer.critic is not None and not actor & critic
 
 
-# ---------------------------------------------------------------------- what is lost, and what is said before
+# ---------------------------------------------------------------------- errors, failures and resumes
 
 
 @pytest.mark.parametrize(
@@ -248,12 +247,12 @@ def test_mistakes_before_anything_is_loaded(given, sentence):
 def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, tiny_folder, monkeypatch):
     monkeypatch.setattr('chatgpt.launch.recipes.make_trainer', None)
     (tmp_path / 'p.jsonl').write_text('{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "b\\ud800"}]}\n')
-    for given, told in (
+    for given, message in (
         ({'prompts': tmp_path / 'p.jsonl'}, r'p.jsonl, line 2: the text of .prompt. holds half of a surrogate pair'),
         ({'prompts': ['a', 'b\ud800']}, 'row 2: the text of .prompt. holds half of a surrogate pair(?!.*skip_bad)'),
         ({'reward_fn': lambda prompts, responses, answer: []}, "needs a column 'answer' beside the prompts; there are"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             train(tiny_folder, **{'reward_fn': lengths} | given)
     with pytest.raises(ValueError, match='max_length=100 is beyond the context of the model, 48 tokens; give at most'):
         train(tiny_folder, samples=['a', 'b'], max_length=100)
@@ -277,8 +276,8 @@ def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_ha
     options = {'num_timesteps': 3, 'lr': 1e-3}
     with pytest.raises(RewardFunctionError):
         train(tiny_folder, reward_fn=fails_in_phase_2(), save_path=tmp_path / 'model', **options)
-    told = capfd.readouterr().err
-    assert f'the weights after the last optimizer step are kept in {tmp_path}/model-cut-short' in told
+    message = capfd.readouterr().err
+    assert f'the weights after the last optimizer step are kept in {tmp_path}/model-cut-short' in message
     assert not (tmp_path / 'model').exists()
     kept, start = (AutoActor(pretrained=f).state_dict() for f in (tmp_path / 'model-cut-short', tiny_folder))
     assert any(not torch.equal(kept[name], start[name]) for name in start)
@@ -287,7 +286,7 @@ def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_ha
     assert 'phase 2; it has no run_dir, so there is no checkpoint of it' in capfd.readouterr().err
 
 
-def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(tiny_folder, tmp_path):
+def test_a_run_resumes_where_it_stopped_and_two_runs_are_not_mixed(tiny_folder, tmp_path):
     def run(steps: int, run_dir: str, **options: Any) -> Any:
         settings = {'prompts': ['a', 'bc', 'd'], 'lr': 1e-3, 'run_dir': tmp_path / run_dir}
         return train(tiny_folder, reward_fn=lengths, num_timesteps=steps, **settings, **options)

@@ -1,4 +1,4 @@
-"""The files around the package agree with it and with each other; which build of torch `make` installs."""
+"""Files around the package agree with it and with each other; the build of torch that `make` installs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pins(name: str) -> dict[str, str]:
-    """package → version of every line of a requirements file; a line that is no exact pin fails."""
+    """Returns {package: version} of a requirements file; fails for a line that is not an exact pin."""
     found: dict[str, str] = {}
     for line in (ROOT / name).read_text().splitlines():
         line = line.split('#')[0].strip()
@@ -36,7 +36,7 @@ def metadata() -> dict:
 
 
 def test_no_page_or_message_installs_the_package_of_a_stranger(metadata):
-    assert metadata['NAME'] == 'chatgpt-rlhf'  # 'chatgpt' on PyPI is somebody else's
+    assert metadata['NAME'] == 'chatgpt-rlhf'  # 'chatgpt' on PyPI is another project
     wrong = re.compile(
         r"""(pip|uv|uvx|pipx) (install|add|download) [^\n`]*?(?<![\w./-])chatgpt(?![\w./-])|(?<![\w./-])chatgpt\["""
     )
@@ -95,7 +95,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_installs_torch_pinned_before_anything_else(tmp_path):
-    """In a machine without the environment: a venv, then torch alone at its pin, then the rest."""
+    """Without an environment, make creates a venv, then installs torch alone at its pin, then the rest."""
     done = make('--dry-run', 'demo', f'VENV={tmp_path}/venv', 'PYTHON=some-python')
     assert done.returncode == 0, done.stderr
     steps = [
@@ -110,8 +110,8 @@ def test_make_installs_torch_pinned_before_anything_else(tmp_path):
 
 def test_ci_runs_the_commands_that_the_page_names():
     commands = re.findall(r'^(?:exec )?make (\S+) </dev/null$', (ROOT / '.ci' / 'run').read_text(), re.MULTILINE)
-    told = re.search(r'^`\.ci/run` runs (.+),', (ROOT / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
-    assert told is not None and commands and re.findall(r'`make (\S+)`', told[1]) == commands
+    listed = re.search(r'^`\.ci/run` runs (.+),', (ROOT / 'CONTRIBUTING.md').read_text(), re.MULTILINE)
+    assert listed is not None and commands and re.findall(r'`make (\S+)`', listed[1]) == commands
 
 
 CPU = 'https://download.pytorch.org/whl/cpu'

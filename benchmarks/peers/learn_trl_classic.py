@@ -1,4 +1,4 @@
-"""Worker: classic PPO in TRL 0.11.4: a value head on the policy's trunk, and the loop that its examples have."""
+"""Worker: classic PPO in TRL 0.11.4: a value head on the policy's trunk, and the loop of its examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 run = Run()
 lesson = run.lesson
 config = AutoConfig.from_pretrained(lesson.start)
-if rope := getattr(config, 'rope_parameters', None):  # where later versions of transformers keep what this one reads
+if rope := getattr(config, 'rope_parameters', None):  # the key that later versions of transformers write
     config.rope_theta = rope['rope_theta']
 
 

@@ -1,4 +1,4 @@
-"""Worker: GRPO in current TRL, fp32, its loss as defined in the paper ('grpo')."""
+"""Worker: GRPO in current TRL, fp32, with the paper's loss ('grpo')."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Worker: PPO with four networks in TRL 1.12, the last version that has it (trl.experimental.ppo), fp32.
 
-Its reward is a model over ids: what scores texts here stands behind a module that decodes them, and puts the score into
-the one dimension of its hidden states.
+TRL's reward is a model over ids: a module decodes them, scores the texts, and puts the score into the single dimension
+of its hidden states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ by_ids = {tuple(ids): text for text, ids in prompts.items()}
 
 
 class Scorer(torch.nn.Module):
-    """The trunk of the reward: (B, T) ids to (B, T, 1) scores."""
+    """The trunk of the reward: ids, shape (B, T), to scores, shape (B, T, 1)."""
 
     def forward(self, input_ids, attention_mask, **_):
         scores = []

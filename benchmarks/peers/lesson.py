@@ -1,7 +1,7 @@
-"""What every side of `learning_vs_trl.py` shares: a run's settings, the reward, the clock, the held-out score.
+"""The parts that all sides of `learning_vs_trl.py` share: a run's settings, the reward, the clock, the held-out score.
 
-Runs in the library's environment and in each peer's: it imports nothing of either, and torch only inside functions. CPU seconds are the process's own;
-evaluations do not count.
+Runs in the library's environment and in each peer's, so it imports neither, and torch only inside functions. CPU
+seconds are those of the process, without evaluations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESPONSES, GROUP, TRAIN_BATCH, EPOCHS = 64, 4, 32, 2
-"""responses of an update; of one prompt with GRPO; sequences of an optimizer step; passes over an update's responses"""
+"""responses of an update; per prompt with GRPO; sequences of an optimizer step; epochs over an update's responses"""
 BETAS, EPS = (0.9, 0.999), 1e-8
 QUIET = {
     'bf16': False,
@@ -26,19 +26,19 @@ QUIET = {
     'save_strategy': 'no',
     'disable_tqdm': True,
 }
-"""settings of both trainers of TRL that own their loop: fp32 on a CPU, nothing written or logged"""
+"""settings of both TRL trainers with their own loop: fp32 on a CPU, nothing written or logged"""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One run: a folder to start from, a task's files, the two settings that are searched, and how long."""
+    """One run: the initial model, the task's files, the two searched settings, and the time limit."""
 
     side: str
     task: str
     """'additions', or 'sentiment' with a `classifier`"""
     start: str
     prompts: str
-    """a JSON lines file of `text` (a prompt as the model reads it) and, for additions, `answer`"""
+    """a JSON lines file of `text` (a formatted prompt) and, for additions, `answer`"""
     held_out: str
     lr: float
     kl_coef: float
@@ -62,7 +62,7 @@ def rows(path: str) -> list[dict[str, Any]]:
 
 
 def additions_reward(lesson: Lesson) -> Any:
-    """1 where the last number of a response is the answer, else 0."""
+    """Returns a reward of 1 if the last number of a response is the answer, else 0."""
     answers = {row['text']: int(row['answer']) for path in (lesson.prompts, lesson.held_out) for row in rows(path)}
 
     def score(prompts: list[str], responses: list[str]) -> list[float]:
@@ -74,7 +74,7 @@ def additions_reward(lesson: Lesson) -> Any:
 
 
 def sentiment_reward(lesson: Lesson) -> Any:
-    """The classifier's logit of prompt and response together."""
+    """Returns a reward that is the classifier's logit for prompt and response together."""
     import torch
     from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -90,7 +90,7 @@ def sentiment_reward(lesson: Lesson) -> Any:
 
 
 class Run:
-    """A run as it is measured: its reward, its prompts, and the held-out score at every so many CPU seconds."""
+    """The measurement of a run: its reward, its prompts, and the held-out score at intervals of CPU seconds."""
 
     def __init__(self) -> None:
         import torch
@@ -101,7 +101,7 @@ class Run:
         self.lesson = Lesson(**json.loads(sys.argv[1]))
         self.out = Path(sys.argv[2])
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.lesson.start, padding_side='left')
-        if self.tokenizer.unk_token:  # a chat has end tokens inside, and TRL masks whatever equals the padding token
+        if self.tokenizer.unk_token:  # a chat contains end tokens, and TRL masks tokens equal to the padding token
             self.tokenizer.pad_token = self.tokenizer.unk_token
         self.reward = {'additions': additions_reward, 'sentiment': sentiment_reward}[self.lesson.task](self.lesson)
         self.texts = [row['text'] for row in rows(self.lesson.prompts)]
@@ -114,14 +114,14 @@ class Run:
         return self.tokenizer(text, add_special_tokens=False)['input_ids']
 
     def text_of(self, ids: Any) -> str:
-        """A response's text, without special tokens, up to its first end token."""
+        """Returns a response's text up to its first end token, without special tokens."""
         ids = [int(i) for i in ids]
         if self.tokenizer.eos_token_id in ids:
             ids = ids[: ids.index(self.tokenizer.eos_token_id)]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def begin(self, model: Any) -> None:
-        """Evaluates what the run starts from, and starts the clock."""
+        """Evaluates the initial model and starts the clock."""
         self._begun = time.process_time()
         self._evaluate(model)
 
@@ -130,7 +130,7 @@ class Run:
         return time.process_time() - self._begun - self._apart
 
     def after_update(self, model: Any) -> bool:
-        """To be called after each update. False: the time is up, and the record is written."""
+        """Call after each update. Returns False if the time is up; the record is then written."""
         now = self.cpu_s
         over = now >= self.lesson.cpu_seconds
         if over or now >= len(self.curve) * self.lesson.every:
@@ -171,7 +171,7 @@ class Run:
 
 
 def watcher(run: Run, steps: int, model: Any = None) -> Any:
-    """A TrainerCallback that counts `steps` optimizer steps as one update, and ends the process when the time is up."""
+    """Returns a TrainerCallback that counts `steps` optimizer steps as an update and ends the process in time."""
     from transformers import TrainerCallback
 
     class Watch(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Worker: the same work in this library."""
+"""Worker: the work of a case in this library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from harness import ppo_trainer
 
 MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
-"""padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
+"""padded tokens of a micro-batch; the split of an optimizer step changes no result"""
 
 
 def make_trainer(case: Case):

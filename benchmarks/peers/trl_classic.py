@@ -1,14 +1,13 @@
-"""Worker: classic PPO in TRL 0.11.4, a value head on the policy's trunk and the user's own loop of `generate` and
-`step`.
+"""Worker: classic PPO in TRL 0.11.4, with a value head on the policy's trunk and a loop of `generate` and `step`.
 
 `bf16` is `accelerator_kwargs={'mixed_precision': 'bf16'}`, `bf16 weights` loads both models in bfloat16. Scores are
-zeros, as in ours.
+zero, as in ours.py.
 """
 
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM  # noqa: F401  (loads what trl expects to find)
+from transformers import AutoModelForCausalLM  # noqa: F401  (trl expects it to be loaded)
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from work import ADAMW, EOS, KL_COEF, PAD, begin, tokenizer, versions
 

@@ -1,6 +1,7 @@
 """Worker: GRPO and RLOO in current TRL. `bf16` is `bf16=True`, their default: autocast over fp32 weights.
 
-The loss is GRPO's own ('grpo': a mean over sequences of their token means). Gradient checkpointing is off, as in ours.
+The loss is GRPO's own ('grpo': a mean over sequences of their token means). Gradient checkpointing is off, as in
+ours.py.
 """
 
 from __future__ import annotations

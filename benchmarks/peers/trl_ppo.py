@@ -1,8 +1,8 @@
 """Worker: PPO with four networks in TRL 1.12, the last version that has it (trl.experimental.ppo).
 
 `bf16` is what `accelerate launch --mixed_precision bf16` sets: autocast around the trained pair's forward.
-(`PPOConfig(bf16=True)` reaches nothing: this trainer builds its own Accelerator.) `bf16 weights` loads the models in
-bfloat16.
+(`PPOConfig(bf16=True)` has no effect, since this trainer builds its own Accelerator.) `bf16 weights` loads the models
+in bfloat16.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What every side of `vs_peers.py` shares: the work of a case, the prompts, the words, and the line protocol.
+"""The parts that all sides of `vs_peers.py` share: the work of a case, prompts, the tokenizer, and the line protocol.
 
-Runs in the library's environment and in each peer's, so it imports nothing of either, and torch only inside functions.
+Runs in the library's environment and in each peer's, so it imports neither, and torch only inside functions.
 
-The protocol, one line each way: the worker says `{"ready": {...}}`; to each `go` it does one whole update (collect,
-score, learn) and answers `{"cpu_s", "wall_s", "new_tokens", "sequences"}`; end of input ends it. CPU seconds are the
-process's own, all threads.
+The protocol, one line each way: the worker sends `{"ready": {...}}`; for each `go` it does one whole update (collect,
+score, learn) and answers `{"cpu_s", "wall_s", "new_tokens", "sequences"}`; end of input ends it. CPU seconds are those
+of all threads of the process.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 PROMPT_TOKENS, NEW_TOKENS, VOCAB = 16, 48, 512
 SEQUENCES = 32
 GROUP = 8
-"""completions of a prompt in GRPO and RLOO"""
+"""responses per prompt in GRPO and RLOO"""
 PAD, EOS = 0, 1
 LEARNING_RATE = 1e-6
-"""small, so that lengths do not drift while they are compared"""
+"""small, so that lengths do not drift"""
 ADAMW = {'lr': LEARNING_RATE, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.0, 'fused': True}
 KL_COEF = 0.05
 
@@ -35,16 +35,16 @@ class Case:
     peer: str
     method: str
     lengths: str
-    """'fixed': every response runs to the limit; 'eos': they end after a third of it on average"""
+    """'fixed': every response runs to the limit; 'eos': responses end after a third of it on average"""
     precision: str
-    """'fp32', 'bf16', or of a peer 'bf16 weights'"""
+    """'fp32', 'bf16', or 'bf16 weights' for a peer"""
     epochs: int = 1
     kl: bool = True
     model: str = ''
     """the saved Hugging Face folder both sides load"""
     device: str = 'cpu'
     sequences: int = SEQUENCES
-    """of an update and of its optimizer step"""
+    """sequences of an update and of its optimizer step"""
     prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int = NEW_TOKENS
     vocab: int = VOCAB
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts of one update: each is answered once in PPO, `GROUP` times in the others."""
+        """Number of distinct prompts of an update, with one response each in PPO and `GROUP` in the others."""
         return self.sequences if self.method == 'ppo' else self.sequences // GROUP
 
     def prompts(self) -> Any:
-        """(sequences, prompt_tokens) ids on the CPU."""
+        """Returns ids on the CPU, shape (sequences, prompt_tokens)."""
         return prompt_ids(self.sequences, self.prompt_tokens, self.vocab)
 
     def to_json(self) -> str:
@@ -80,7 +80,7 @@ class Case:
 
 
 def prompt_ids(count: int, tokens: int = PROMPT_TOKENS, vocab: int = VOCAB) -> Any:
-    """(count, tokens) ids, neither PAD nor EOS."""
+    """Returns ids other than PAD and EOS, shape (count, tokens)."""
     import torch
 
     return torch.randint(2, vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
@@ -91,11 +91,11 @@ def text_of(ids: Any) -> str:
 
 
 def _word(index: Any) -> str:
-    return f'w{int(index):03d}'  # none is the beginning of another: special tokens are found anywhere in a text
+    return f'w{int(index):03d}'  # no word is a prefix of another, since special tokens match anywhere in a text
 
 
 def tokenizer(vocab: int = VOCAB, longest: int = 128) -> Any:
-    """One word per id, so that text and ids are the same thing; padding on the left, as generation wants it."""
+    """Returns a tokenizer with one word per id, so that text and ids are equivalent; it pads on the left."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,25 +111,25 @@ def tokenizer(vocab: int = VOCAB, longest: int = 128) -> Any:
 
 
 class Line:
-    """The worker's end of the protocol. Everything else that is printed goes to stderr."""
+    """The worker's end of the protocol; all other output goes to stderr."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), 'w')
         os.dup2(2, 1)
         self._start = (0.0, 0.0)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._out.write(json.dumps(message) + '\n')
         self._out.flush()
 
     def ready(self, **about: Any) -> None:
-        self.say({'ready': about})
+        self.send({'ready': about})
 
     def wait(self) -> bool:
-        """Until told to go; False at the end. Starts the clocks."""
-        told = sys.stdin.readline().strip() == 'go'
+        """Waits for `go` and starts the clocks; returns False at the end of input."""
+        go = sys.stdin.readline().strip() == 'go'
         self._start = (time.process_time(), time.perf_counter())
-        return told
+        return go
 
     def done(self, new_tokens: int, sequences: int) -> None:
         import torch
@@ -137,11 +137,11 @@ class Line:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
-        self.say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
+        self.send({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
 
 
 def begin() -> tuple[Case, Line]:
-    """What every worker does first: one thread, no hub, the case from the command line."""
+    """Sets one thread and no hub, and returns the case of the command line and the line to the caller."""
     line = Line()
     import torch
 
@@ -151,7 +151,7 @@ def begin() -> tuple[Case, Line]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of the packages that are imported here: of two of a name, the one that Python finds first."""
+    """Returns the versions of the packages as Python imports them, the first on the path."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
@@ -162,8 +162,9 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class ServeUpdates:
-    """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into
-    TrainerCallback. What is generated is added to `new_tokens` and `sequences`, which begin anew with each `go`.
+    """A mixin for TrainerCallback that runs `steps` optimizer steps of the trainer's own loop per `go`.
+
+    The trainer adds to `new_tokens` and `sequences`, which are reset at each `go`.
     """
 
     def __init__(self, line: Line, steps: int = 1) -> None:
@@ -178,4 +179,4 @@ class ServeUpdates:
         self.new_tokens = self.sequences = 0
         if not self.line.wait():
             sys.stderr.flush()
-            os._exit(0)  # the trainers have no way to be stopped here that both know
+            os._exit(0)  # the two trainers have no common way to stop

@@ -156,18 +156,18 @@ def workers(args: argparse.Namespace) -> dict[str, Any]:
         if name not in ('CPU', 'GPU'):
             raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
     found = {}
-    for name, setting, asked in (
+    for name, setting, there in (
         ('num_workers', 'num_training_workers', settings.get('num_training_workers')),
         ('cpus_per_worker', 'resources_per_worker CPU', resources.get('CPU')),
         ('gpus_per_worker', 'resources_per_worker GPU', resources.get('GPU')),
     ):
         here = getattr(args, name)
-        if None not in (here, asked) and here != asked:
+        if None not in (here, there) and here != there:
             raise ValueError(
-                f"--{name} {here:g} and the script's {setting} {asked:g} differ; give one, before or after the script"
+                f"--{name} {here:g} and the script's {setting} {there:g} differ; give one, before or after the script"
             )
-        if (here, asked) != (None, None):
-            found[name] = asked if here is None else here
+        if (here, there) != (None, None):
+            found[name] = there if here is None else here
     return found
 
 

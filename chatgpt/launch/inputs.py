@@ -211,19 +211,19 @@ def check_parts(run: Run, config: Any, make: Any) -> None:
         check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)
 
 
-def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
-    """Returns the maximum tokens of a sequence: `asked`, else the smaller of `default` and the model's context (of an
+def within_context(name: str, given: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
+    """Returns the maximum tokens of a sequence: `given`, else the smaller of `default` and the model's context (of an
     encoder-decoder: of each side).
 
     Raises:
-        ValueError: if `asked` is beyond the context.
+        ValueError: if `given` is beyond the context.
     """
     limit = longest_side(config)
-    if limit is not None and asked is not None and asked > limit:
+    if limit is not None and given is not None and given > limit:
         raise ValueError(
-            f'{name}={asked} is beyond the context of {model}, {limit} tokens; give at most {limit}, or leave it out'
+            f'{name}={given} is beyond the context of {model}, {limit} tokens; give at most {limit}, or leave it out'
         )
-    known = [n for n in (default if asked is None else asked, limit) if n is not None]
+    known = [n for n in (default if given is None else given, limit) if n is not None]
     return min(known, default=None)
 
 
@@ -257,8 +257,8 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
     if run.reward_fn:
-        for asked in filter(None, (inputs.train, inputs.validation)):
-            check_columns(as_scorer(inputs.reward), asked)
+        for subset in filter(None, (inputs.train, inputs.validation)):
+            check_columns(as_scorer(inputs.reward), subset)
     if run.environment is not None:
         _read_environment(run, inputs, context)
     else:

@@ -89,9 +89,9 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
     if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
         game = run.environment if isinstance(run, PPORun) else None
         if strategy.is_rank_0 and isinstance(run, PPORun):
-            asked = f'pretrain: {run.pretrain}' if run.pretrain else 'no --pretrain'
+            reason = f'pretrain: {run.pretrain}' if run.pretrain else 'no --pretrain'
             taught = 'write stories' if game is None else 'make moves that are allowed, from games of a random player,'
-            print(f'{asked}: a small GPT-2 learns to {taught} first (SFT)', flush=True)
+            print(f'{reason}: a small GPT-2 learns to {taught} first (SFT)', flush=True)
         if game is None:
             strategy.run_on_rank0(lambda: write_demo_model(folder, run.seed))
         else:

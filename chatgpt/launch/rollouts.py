@@ -37,8 +37,8 @@ def _engine(args: PPORun) -> Any:
 def check_rollout_args(args: PPORun) -> None:
     """Raises ValueError for settings that vLLM or rollout workers do not support, without starting them."""
     if args.engine == 'vllm':
-        drawn = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
-        check_sampling(SimpleNamespace(**drawn, stop=args.stop_string or None, extra={}))
+        sampling = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
+        check_sampling(SimpleNamespace(**sampling, stop=args.stop_string or None, extra={}))
     if args.rollout_workers:
         _engine(args)  # raises the errors of its constructor; starts nothing
 

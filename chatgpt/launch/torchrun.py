@@ -53,7 +53,7 @@ class TorchrunLaunch(Launch):
     """The settings of a launch with torchrun; with several nodes the same command is started on each."""
 
     cpus_per_worker: float | None = None
-    """threads of a process, unless OMP_NUM_THREADS is set; none: 1 where there are several processes"""
+    """threads of a process, unless OMP_NUM_THREADS is set; none: 1 if there are several processes"""
     num_nodes: int = 1
     """number of nodes of this launch"""
     rdzv_endpoint: str | None = None
@@ -82,22 +82,22 @@ class TorchrunLaunch(Launch):
 
     def command(self) -> list[str]:
         """Returns the torchrun command, which runs `main` of this module."""
-        meet = ['--standalone']
+        rdzv = ['--standalone']
         if self.run_id:
             endpoint = self.rdzv_endpoint or 'localhost:0'
-            meet = [
+            rdzv = [
                 '--rdzv_backend=c10d',
                 f'--rdzv_endpoint={endpoint}',
                 f'--rdzv_id={self.run_id}',
                 f'--nnodes={self.num_nodes}',
             ]
         if self.local_addr:
-            meet.append(f'--local_addr={self.local_addr}')
+            rdzv.append(f'--local_addr={self.local_addr}')
         return [
             sys.executable,
             '-m',
             'chatgpt.launch.torchrun',
-            *meet,
+            *rdzv,
             f'--nproc_per_node={self.num_workers // self.num_nodes}',
             f'--max_restarts={self.max_failures}',
             self.script,

@@ -1,2 +1,1 @@
-"""Other systems' programs on this library: `trl`, `trlx`, ColossalAI's `chatgpt`; `python -m chatgpt_compat
-run|check`."""
+"""Runs programs of TRL, trlX and ColossalAI's `chatgpt` and `coati`: `python -m chatgpt_compat run|check`."""

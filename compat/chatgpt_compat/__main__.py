@@ -1,14 +1,13 @@
-"""Scripts written for other systems: run them on this library, or see what they need.
+"""Runs scripts written for other systems on this library, or lists what they need.
 
     python -m chatgpt_compat run script.py [ARGUMENTS of the script]
     python -m chatgpt_compat check script.py [MORE.py ...]
     torchrun --nproc-per-node=2 -m chatgpt_compat run script.py [ARGUMENTS of the script]
 
-run: `import trl`, `import trlx`, `import coati` and what ColossalAI's `chatgpt` had are served by this library, and the
-rest by the package of that name that is installed, if there is one. check: runs nothing; lists every such name with its
-line, served or not, and what to write instead, and every import that is missing here; exit code 0 if nothing is
-missing, 1 if something is, 2 for a file that is no Python.
-docs/compat.md.
+run: this library serves `import trl`, `import trlx`, `import coati` and the names of ColossalAI's `chatgpt`; other
+names come from the installed package, if there is one. check: does not run the script; lists each such name with its
+line, whether it is served and what to write instead, and each missing import. Exit code 0: nothing is missing, 1:
+something is, 2: a file is not Python. See docs/compat.md.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from chatgpt.launch.arguments import Parser, run_main
 def parser() -> Parser:
     out = Parser(prog='python -m chatgpt_compat', description=__doc__)
     verbs = out.add_subparsers(dest='verb', required=True, metavar='run|check')
-    running = verbs.add_parser('run', help='run a script')
+    running = verbs.add_parser('run', help='run a script on this library')
     running.add_argument('script')
-    running.add_argument('arguments', nargs='...', help="the script's own").required = False
-    checking = verbs.add_parser('check', help='list the names that scripts use')
+    running.add_argument('arguments', nargs='...', help='arguments of the script').required = False
+    checking = verbs.add_parser('check', help='list the names of other systems that scripts use')
     checking.add_argument('scripts', nargs='+', metavar='script')
     return out
 

@@ -1,4 +1,4 @@
-"""Hardware as scripts ask for it: `trainer.accelerator`, answered by the strategy, and CUDA where there is no GPU."""
+"""`trainer.accelerator` on top of a strategy, and CUDA calls on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from chatgpt.strategies import Strategy
 
 
 class Accelerator:
-    """`device`, `is_main_process`, `gather`, `unwrap_model`, `log`, ... of a strategy. No accelerate is behind it.
+    """The interface of `accelerate.Accelerator` (`device`, `gather`, `unwrap_model`, ...) on a strategy.
 
     Args:
-        log: called by `log` on the main process with values by name and a step or None.
+        log: called by `log` on the main process with a dict of values and a step or None.
         end: called by `end_training`.
     """
 
@@ -44,19 +44,19 @@ class Accelerator:
         self._strategy.barrier()
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        """The model without what a strategy wrapped around it."""
+        """Returns the model without the strategy's wrappers."""
         bare: Any = self._strategy.unwrap(model) if isinstance(model, nn.Module) else model
         return bare if hasattr(bare, 'v_head') else getattr(bare, 'model', bare)
 
     def prepare(self, *items: Any, **_: Any) -> Any:
-        """Modules on the device, in place; everything else as it is."""
+        """Moves modules to the device in place and returns all items; others are unchanged."""
         for item in items:
             if isinstance(item, nn.Module):
                 item.to(self.device)
         return items[0] if len(items) == 1 else items
 
     def gather(self, tensor: Any) -> Any:
-        """A tensor, or each in a list, tuple or dict, of all processes, one after another along the first dimension."""
+        """Concatenates a tensor, or each in a list, tuple or dict, over processes along the first dimension."""
         if isinstance(tensor, dict):
             return {name: self.gather(value) for name, value in tensor.items()}
         if isinstance(tensor, (list, tuple)):
@@ -69,7 +69,7 @@ class Accelerator:
     gather_for_metrics = gather
 
     def reduce(self, tensor: Tensor, reduction: str = 'sum', scale: float = 1.0) -> Tensor:
-        """Sum or mean of a tensor over processes."""
+        """Returns the sum or mean of a tensor over processes."""
         total = self._strategy.all_reduce(tensor.clone(), op='sum') * scale
         return total / self.num_processes if reduction == 'mean' else total
 
@@ -105,7 +105,7 @@ class Accelerator:
         return nullcontext()
 
     def free_memory(self) -> None:
-        """Does nothing: nothing is held here."""
+        """Does nothing: no memory is held here."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -128,7 +128,7 @@ ZERO = (
 
 
 def _on_cpu(device: Any) -> Any:
-    """The device, or a map of devices, without CUDA."""
+    """Replaces CUDA devices by the CPU, also in a map of devices."""
     if isinstance(device, dict):
         return {name: _on_cpu(place) for name, place in device.items()}
     is_number = isinstance(device, int) and not isinstance(device, bool)
@@ -141,7 +141,7 @@ def _moved(kwargs: dict[str, Any], name: str = 'device') -> dict[str, Any]:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Takes CUDA devices out of every call of torch."""
+    """Replaces CUDA devices by the CPU in every call of torch."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,9 +155,9 @@ class _OnCPU(TorchFunctionMode):
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Inside, in this thread, what a script asks of CUDA happens on the CPU: `.cuda()`, `.to(0)`, `device=`,
-    `device_map`, `map_location`. Nothing where there is a GPU. Streams, events, generators of CUDA and what asks after
-    a device's properties are left as they are."""
+    """Runs CUDA calls of this thread on the CPU inside the block: `.cuda()`, `.to(0)`, `device=`, `device_map`,
+    `map_location`. Does nothing if there is a GPU. Does not replace CUDA streams, events and generators, nor queries of
+    device properties."""
     if torch.cuda.is_available():
         yield
         return
@@ -174,14 +174,14 @@ def without_gpu() -> Iterator[None]:
         place = 'cpu' if map_location is None or isinstance(map_location, dict) else _on_cpu(map_location)
         return load(f, place, *args, **kwargs)
 
-    def model_on_cpu(cls: type, *args: Any, **kwargs: Any) -> Any:  # weights are loaded in threads, which have no mode
+    def model_on_cpu(cls: type, *args: Any, **kwargs: Any) -> Any:  # loads weights in threads, which have no mode
         return from_pretrained(cls, *args, **_moved(kwargs, 'device_map'))
 
     def pipeline_on_cpu(self: Pipeline, *args: Any, **kwargs: Any) -> None:
         pipeline(self, *args, **_moved(kwargs))
 
     def arguments_on_cpu(self: TrainingArguments) -> None:
-        self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval  # refused without a GPU, unless it is said
+        self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval  # an error without a GPU otherwise
         start(self)
 
     instead: list[tuple[Any, str, Any]] = [

@@ -1,8 +1,8 @@
-"""What a script needs, found without running it: names of other systems, every import, attributes of what it imports
-and of objects that it makes, and the keywords of calls.
+"""Finds what a script needs without running it: names of other systems, imports, attributes of imported modules and of
+objects that it makes, and keywords of calls.
 
-The imports are those of the environment as it is, with the tables of dropped names. Does not follow names that are put
-together while the script runs; imports of packages that are only reached under a condition are listed and do not count.
+Imports are resolved in the current environment, with the tables of dropped names. Names that a script composes at run
+time are not followed. Imports under a condition are listed, but do not count as missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Use:
     system: System
     name: str
     keywords: tuple[tuple[int, str], ...] = ()
-    """with the line of each, where the name is called"""
+    """(line, keyword) of a call of the name"""
 
     @property
     def full(self) -> str:
@@ -44,7 +44,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the checker."""
+    """One line of the checker's output."""
 
     line: int
     name: str
@@ -53,7 +53,7 @@ class Finding:
 
 
 def read_script(path: str | Path) -> ast.Module:
-    """Raises ValueError for a file that is not there or no Python."""
+    """Returns the syntax tree of a script. Raises ValueError if the file does not exist or is not Python."""
     try:
         with tokenize.open(path) as file:
             return ast.parse(file.read(), str(path))
@@ -69,7 +69,7 @@ def read_script(path: str | Path) -> ast.Module:
 
 
 def uses(tree: ast.Module) -> list[Use]:
-    """Every use of a system's name, by line."""
+    """Returns every use of a name of another system, ordered by line."""
     aliases = dict[str, str]()
     found = list[Use]()
     for node in ast.walk(tree):
@@ -100,11 +100,11 @@ def _use(line: int, dotted: str, keywords: tuple[tuple[int, str], ...] = ()) -> 
     system = SYSTEMS[dotted.partition('.')[0]]
     parts = dotted.split('.')[1:]
     end = next((i + 1 for i in range(len(parts)) if not system.has_module('.'.join(parts[: i + 1]))), len(parts))
-    return Use(line, system, '.'.join(parts[:end]), keywords)  # what follows a name that is no module is its attribute
+    return Use(line, system, '.'.join(parts[:end]), keywords)  # the rest are attributes of a name that is no module
 
 
 def _through_aliases(tree: ast.Module, aliases: dict[str, str]) -> Iterator[Use]:
-    """Chains of attributes that begin with an imported module, and calls of imported names."""
+    """Yields chains of attributes that begin with an imported module, and calls of imported names."""
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
@@ -134,7 +134,7 @@ def _chain(node: ast.expr) -> tuple[str, ...] | None:
 
 
 def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
-    """What becomes of each use: of a call its keywords, of another use the name."""
+    """Yields findings for each use: for a call about its keywords, else about the name."""
     for use in script_uses:
         system, name, target = use.system, use.name, use.system.served.get(use.name)
         module, _, attribute = name.rpartition('.')
@@ -157,13 +157,13 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
 
 
 def _has(package: str, name: str) -> bool:
-    """Whether an installed package has a name, or imports at all for ''."""
+    """Returns True if an installed package has a name, or for '' if it can be imported."""
     module, _, attribute = f'{package}.{name}'.rstrip('.').rpartition('.')
     return resolve(module, attribute)[0] is not None if module else _module(attribute)[0] is not None
 
 
 def _keywords(use: Use, target: str) -> Iterator[Finding]:
-    """Keywords that what is called does not take; none where it takes any, or does not say."""
+    """Yields a finding for each keyword that the target does not take; nothing if it takes any or has no signature."""
     try:
         parameters = inspect.signature(load(target)).parameters.values()
     except (TypeError, ValueError):
@@ -181,19 +181,19 @@ def _keywords(use: Use, target: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Import:
-    """An import of a package that is no other system: `name` of `module`, or the module itself for ''."""
+    """An import of a package outside the served systems: `name` of `module`, or the module itself for ''."""
 
     line: int
     module: str
     name: str
     bound: str
-    """what the script calls it"""
+    """the name that it gets in the script"""
     optional: bool
-    """under a condition, or `try` with a handler of ImportError that raises nothing"""
+    """True under a condition, or in a `try` that handles ImportError without raising"""
 
 
 def imports(tree: ast.Module) -> Iterator[Import]:
-    """Every absolute import of a script except those of other systems and of type checkers."""
+    """Yields every absolute import of a script except those of served systems and those under TYPE_CHECKING."""
     yield from _imports(tree.body, optional=False)
 
 
@@ -229,7 +229,7 @@ def _imports(body: Sequence[ast.stmt], optional: bool) -> Iterator[Import]:
 
 
 def _names_of(node: ast.expr | None) -> list[str]:
-    """The exceptions of a handler; [''] for a bare one."""
+    """Returns the names of a handler's exceptions; [''] for a bare `except`."""
     if node is None:
         return ['']
     return [ast.unparse(item) for item in (node.elts if isinstance(node, ast.Tuple) else [node])]
@@ -237,7 +237,7 @@ def _names_of(node: ast.expr | None) -> list[str]:
 
 @cache
 def _module(name: str) -> tuple[Any, str]:
-    """A module and '', or None and why it cannot be imported here."""
+    """Returns (module, ''), or (None, reason) if it cannot be imported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
@@ -252,7 +252,7 @@ def _module(name: str) -> tuple[Any, str]:
 
 
 def resolve(module: str, name: str) -> tuple[Any, str]:
-    """The object of an import and '', or None and why it is not there. A dropped name gives its replacement."""
+    """Returns (object, '') for an import, or (None, reason) if it is missing. A dropped name gives its replacement."""
     full = f'{module}.{name}'.rstrip('.')
     found, why = _module(module)
     if found is None:
@@ -273,7 +273,7 @@ def resolve(module: str, name: str) -> tuple[Any, str]:
 
 
 def beside(path: str | Path, module: str, level: int = 0) -> Path | None:
-    """The file of a module beside a script, or in the folder where the command runs."""
+    """Returns the file of a module in the script's folder or in the working directory, or None."""
     folder = Path(path).resolve().parent
     roots = [folder, Path.cwd()] if not level else [folder.joinpath(*['..'] * (level - 1))]
     for root in roots:
@@ -285,7 +285,7 @@ def beside(path: str | Path, module: str, level: int = 0) -> Path | None:
 
 
 def _files(path: str) -> list[Path]:
-    """A script and the modules beside it that it imports, each once."""
+    """Returns a script and the modules beside it that it imports, each once."""
     found = [Path(path)]
     for file in found:
         for node in ast.walk(read_script(file)):
@@ -303,8 +303,8 @@ def _files(path: str) -> list[Path]:
 
 
 def environment(path: Path, script: str) -> Iterator[Finding]:
-    """What is missing of the imports of a file, the attributes of modules, the keywords of calls, and what is there
-    again only while a script runs."""
+    """Yields the missing imports of a file, attributes of modules and keywords of calls, and the dropped names that are
+    available only while a script runs."""
     tree = read_script(path)
     objects = dict[str, tuple[str, Any]]()
     for entry in imports(tree):
@@ -329,7 +329,7 @@ def _is_there(entry: Import) -> bool:
 
 
 def _attributes(tree: ast.Module, objects: dict[str, tuple[str, Any]]) -> Iterator[Finding]:
-    """Attributes of modules that are not there, and keywords that a call does not take."""
+    """Yields missing attributes of modules, and keywords that a call does not take."""
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     stored |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
     inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
@@ -376,7 +376,7 @@ def _foreign_keywords(name: str, found: Any, call: ast.Call) -> Iterator[Finding
 
 
 def _public(name: str, found: Any) -> str:
-    """The name by which the table of arguments knows a callable: its own, or that of a method of a base class."""
+    """Returns the name of a callable in the table of arguments: its own, or that of a base class's method."""
     owner = getattr(found, '__self__', None)
     for known in dropped.ARGUMENTS:
         base, _, attribute = known.rpartition('.')
@@ -393,8 +393,8 @@ def _public(name: str, found: Any) -> str:
 
 
 def methods(tree: ast.Module) -> Iterator[Finding]:
-    """Attributes of objects of served classes that the class has not, and keywords that their methods do not take; an
-    object is followed where every assignment of its name makes the same class."""
+    """Yields missing attributes of objects of served classes, and keywords that their methods do not take. An object is
+    followed if every assignment of its name makes the same class."""
     classes = _classes(tree)
     assigned = dict[str, set[Any]]()
     for node in ast.walk(tree):
@@ -439,7 +439,7 @@ def methods(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _classes(tree: ast.Module) -> dict[str, tuple[str, Any]]:
-    """The served classes that a script imports by name."""
+    """Returns the served classes that a script imports by name."""
     found = dict[str, tuple[str, Any]]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and system_of(node.module or '') is not None:
@@ -452,7 +452,7 @@ def _classes(tree: ast.Module) -> dict[str, tuple[str, Any]]:
 
 
 def _made(value: ast.expr, classes: dict[str, tuple[str, Any]]) -> tuple[str, Any] | None:
-    """The class of `Class(...)` or `Class.from_pretrained(...)`; None for everything else."""
+    """Returns the class of `Class(...)` or `Class.from_pretrained(...)`; None for any other expression."""
     if not isinstance(value, ast.Call):
         return None
     function = value.func
@@ -462,8 +462,8 @@ def _made(value: ast.expr, classes: dict[str, tuple[str, Any]]) -> tuple[str, An
 
 
 def has_attribute(kind: type, name: str) -> bool:
-    """Whether objects of a class have an attribute: of the class, annotated, or set on `self` in its source. True
-    where the class answers names itself or where its source is not readable."""
+    """Returns True if objects of a class have an attribute: of the class, annotated, or set on `self` in its source.
+    Also True if the class has its own `__getattr__` or its source is not readable."""
     if hasattr(kind, name):
         return True
     if any(name in inspect.get_annotations(c) for c in kind.__mro__):
@@ -486,7 +486,7 @@ def _set_on_self(kind: type) -> frozenset[str]:
 
 
 def _answers(kind: type, name: str) -> bool:
-    """Whether `__getattr__` of a class may know the name: that of torch's modules alone knows none by itself."""
+    """Returns True if `__getattr__` of a class may return the name; that of `nn.Module` does not count."""
     own = [c for c in kind.__mro__ if '__getattr__' in vars(c)]
     return any(not c.__module__.startswith('torch.') for c in own)
 
@@ -495,10 +495,10 @@ def _answers(kind: type, name: str) -> bool:
 
 
 def check(paths: Sequence[str]) -> int:
-    """Print what each script and the modules beside it use; 0 if everything is there, 1 if not.
+    """Prints the findings of each script and of the modules beside it. Returns 0 if nothing is missing, else 1.
 
     Raises:
-        ValueError: a file that is not there or no Python.
+        ValueError: a file does not exist or is not Python.
     """
     files = {path: _files(path) for path in paths}
     total = missing = 0

@@ -1,7 +1,7 @@
 """Names and arguments that transformers 5, peft and datasets dropped, available again while a program runs.
 
-`NAMES`, `ARGUMENTS` and `METHODS` are the tables. `given_back()` makes their rows available inside its block and
-restores the packages at its end; `used` holds the rows that a program has used.
+`NAMES`, `ARGUMENTS` and `METHODS` are the tables. `restore_dropped()` makes their rows available inside its block and
+restores the packages at its end; `used` collects the rows that a program uses.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from unittest.mock import patch
 
 _AUXILIARY = ('transformers', 'peft', 'datasets', 'accelerate', 'chatgpt', 'chatgpt_compat', 'torch', 'trl')
-"""packages that call one another by today's names"""
+"""packages that call one another by the current names"""
 used: dict[str, str] = {}
-"""dropped names that the program has used → the sentence about each"""
+"""dropped name that the program used → its sentence in the report"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Name:
     """A dropped name.
 
     Args:
-        since: the version without it.
+        since: the first version without it.
         target: 'module:attribute' that replaces it; 'module:' is the module.
     """
 
@@ -90,7 +90,7 @@ NAMES: dict[str, Name] = {
 
 @dataclass(frozen=True)
 class Argument:
-    """A dropped keyword argument: its name today, or '' where it has no effect any more, and why."""
+    """A dropped keyword argument: its current name in `today`, or '' and in `effect` why it has no effect."""
 
     since: str
     today: str = ''
@@ -150,13 +150,13 @@ METHODS = {
     'order of the labels',
     'transformers.Trainer.compute_loss': 'of a subclass, called without num_items_in_batch (transformers 4.46)',
 }
-"""methods that work as they did before → the sentence about each"""
+"""method that works as before → its sentence in the report"""
 
 _TOKENIZER = re.compile(r'transformers\.models\.\w+\.tokenization_\w+_fast')
 
 
 def dropped(name: str) -> Name | None:
-    """The row of a dotted name or module, and None for one that is not in the table."""
+    """Returns the row of a dotted name or module, or None if it is not in the table."""
     if name in NAMES:
         return NAMES[name]
     if _TOKENIZER.fullmatch(name):
@@ -165,7 +165,7 @@ def dropped(name: str) -> Name | None:
 
 
 def argument(function: str, keyword: str) -> Argument | None:
-    """The row of a keyword argument of a callable, by its dotted name."""
+    """Returns the row of a callable's keyword argument, or None. `function` is a dotted name."""
     return next((rows[keyword] for name, rows in ARGUMENTS.items() if name == function and keyword in rows), None)
 
 
@@ -174,7 +174,7 @@ def note(name: str, sentence: str) -> None:
 
 
 def report() -> None:
-    """Print the dropped names that the program has used, on stderr."""
+    """Prints on stderr the dropped names that the program used."""
     if used:
         width = max(map(len, used))
         lines = [f'  {name:{width}}  {sentence}' for name, sentence in used.items()]
@@ -185,7 +185,7 @@ def report() -> None:
 
 
 class _Modules(MetaPathFinder, Loader):
-    """Finds the modules of the table, behind all other finders."""
+    """Finds the modules of the table, after all other finders."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         row = dropped(fullname)
@@ -202,17 +202,17 @@ class _Modules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: the attributes are there."""
+        """Does nothing: the attributes are set already."""
 
 
 def _from_program() -> bool:
-    """Whether the caller of a wrapped function belongs to a program, and to none of `_AUXILIARY`."""
+    """Returns True if the caller of a wrapped function is the program, not a package in `_AUXILIARY`."""
     frame = sys._getframe(2)
     return frame.f_globals.get('__name__', '').partition('.')[0] not in _AUXILIARY
 
 
 def prepare(module: ModuleType) -> None:
-    """Make the table's names of an imported module available as its attributes."""
+    """Makes the table's names of an imported module available as its attributes."""
     if '_dropped' in vars(module):
         return
     inner = {name.rpartition('.')[2] for name in NAMES if name.rpartition('.')[0] == module.__name__}
@@ -230,7 +230,7 @@ def prepare(module: ModuleType) -> None:
             return row.get()
         if own is not None:
             return own(name)
-        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy class looks further
+        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy module class catches it
 
     vars(module).update(_dropped=own, __getattr__=find)
 
@@ -261,7 +261,7 @@ def _renamed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patches() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, value) of everything that is replaced on a class or module."""
+    """Yields (owner, attribute, value) for each attribute of a class or module that is replaced."""
     from transformers import PreTrainedTokenizerBase, TextClassificationPipeline, Trainer, TrainingArguments
 
     for name in ARGUMENTS:
@@ -269,7 +269,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         owner: Any = _resolve(owner_name)
         value: Any = vars(owner).get(attribute) or getattr(owner, attribute)
         if inspect.isclass(value):
-            yield value, '__init__', _renamed(name, vars(value)['__init__'])
+            yield value, '__init__', _renamed(name, inspect.getattr_static(value, '__init__'))
         elif isinstance(value, classmethod):
             yield owner, attribute, classmethod(_renamed(name, value.__func__))
         else:
@@ -340,7 +340,7 @@ _TOKENIZERS = 'transformers.PreTrainedTokenizerBase'
 
 
 def _resolve(name: str) -> Any:
-    """The module, class or function of a dotted name."""
+    """Returns the module, class or function of a dotted name."""
     parts = name.split('.')
     for end in range(len(parts), 0, -1):
         try:
@@ -352,8 +352,8 @@ def _resolve(name: str) -> Any:
 
 
 @contextmanager
-def given_back() -> Iterator[None]:
-    """Inside, the names and arguments of the tables are available; at the end the packages are as before."""
+def restore_dropped() -> Iterator[None]:
+    """Makes the names and arguments of the tables available inside the block, and restores the packages at the end."""
     used.clear()
     finder = _Modules()
     sys.meta_path.append(finder)
@@ -386,7 +386,7 @@ def given_back() -> Iterator[None]:
 
 
 def not_available(*_: Any, **__: Any) -> bool:
-    """False: the package is supported no more."""
+    """Returns False: the package is no longer supported."""
     return False
 
 
@@ -396,14 +396,14 @@ def prepare_model_for_int8_training(
     use_gradient_checkpointing: bool = True,
     layer_norm_names: Any = (),
 ) -> Any:
-    """`peft.prepare_model_for_kbit_training`; the names of layers are not needed, since weights are loaded whole."""
+    """Calls `peft.prepare_model_for_kbit_training`. Names of layers have no effect, since weights are not quantized."""
     from peft import prepare_model_for_kbit_training
 
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=use_gradient_checkpointing)
 
 
 def peft_config_module() -> ModuleType:
-    """`peft.config` with the enums that were in `peft.utils.config`."""
+    """Returns `peft.config` with the enums that were in `peft.utils.config`."""
     import peft
 
     module = ModuleType('peft.utils.config')
@@ -413,7 +413,7 @@ def peft_config_module() -> ModuleType:
 
 
 class Tool:
-    """The base class of the tools that `load_tool` loads: `name`, `description`, and a `__call__`."""
+    """Base class of the tools that `load_tool` loads, with `name`, `description` and `__call__`."""
 
     name = description = ''
 
@@ -422,8 +422,8 @@ class Tool:
 
 
 def load_tool(task_or_repo_id: str, *_: Any, **__: Any) -> Any:
-    """The tool of a local folder with `tool_config.json`, whose `tool_class` is 'module.Class' in a file beside it.
-    Raises ValueError for any other name: code of the hub is not run."""
+    """Returns the tool of a local folder with `tool_config.json`; its `tool_class` is 'module.Class' of a file in the
+    folder. Raises ValueError for any other name: code from the hub is not run."""
     config = Path(task_or_repo_id) / 'tool_config.json'
     if not config.is_file():
         raise ValueError(f'load_tool({task_or_repo_id!r}): not a folder with tool_config.json; download the tool first')

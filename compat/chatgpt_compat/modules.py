@@ -1,8 +1,8 @@
-"""Other systems' packages as modules: what a table serves is ours, the rest is the installed package's, if there is
-one.
+"""Modules with the names of other systems' packages: served names come from the tables, others from the installed
+package.
 
-`Finder` goes to the front of `sys.meta_path`. The installed package is not imported before it is asked for a name that
-is not served, so one that cannot be imported here is no hindrance.
+`Finder` is first in `sys.meta_path`. The installed package is imported only when a name is requested that is not
+served, so a package that cannot be imported here does no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def not_served(system: System, name: str, why: str = '') -> str:
 
 
 def installed(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """Where the other finders find a module."""
+    """Returns the spec of a module that the other finders give, or None."""
     for finder in sys.meta_path:
         if not isinstance(finder, Finder) and (spec := finder.find_spec(name, path, None)) is not None:
             return spec
@@ -46,11 +46,10 @@ def installed(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
 
 
 class ServedModule(ModuleType):
-    """A module of another system. A name is looked up when it is asked for: in the table, then in the installed
-    package.
+    """A module of another system, which looks up a name on access: in the table, then in the installed package.
 
-    The installed module is executed in this very object, so that its own parts, which import one another by name, find
-    what they expect.
+    The installed module is executed in this object, so that its submodules, which import one another by name, find
+    the names that they expect.
     """
 
     def __init__(self, name: str, system: System, spec: ModuleSpec | None) -> None:
@@ -70,7 +69,7 @@ class ServedModule(ModuleType):
         if key in system.served:
             value = self.__dict__[name] = load(system.served[key])
             return value
-        if name.startswith('__') and name != '__version__':  # who looks through all modules must not load a package
+        if name.startswith('__') and name != '__version__':  # inspecting all modules must not load a package
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
         if system.has_module(key):
             return importlib.import_module(f'{self.__name__}.{name}')
@@ -89,7 +88,7 @@ class ServedModule(ModuleType):
         raise AttributeError(not_served(system, key))
 
     def _load_installed(self, asked: str) -> None:
-        """Execute the installed module, once; what is served stays."""
+        """Executes the installed module once; served names stay."""
         spec, own = self.__dict__['_spec'], dict(self.__dict__)
         if spec is None or spec.loader is None:
             return
@@ -102,16 +101,16 @@ class ServedModule(ModuleType):
         finally:
             found = sys.modules.get(self.__name__, self)
             sys.modules[self.__name__] = self
-            lazy = self.__dict__.pop('__getattr__', None)  # the module's own, which must not go before the table
+            lazy = self.__dict__.pop('__getattr__', None)  # the module's own must not precede the table
             for name in own['__all__']:
                 self.__dict__.pop(name, None)
             own['_others'] += [lazy] if lazy is not None else []
-            own['_others'] += [partial(getattr, found)] if found is not self else []  # put in its place by itself
+            own['_others'] += [partial(getattr, found)] if found is not self else []  # it replaced itself
             self.__dict__.update({k: own[k] for k in ('__path__', '__all__')})
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds the modules that the tables of the systems make; says of the others what to write instead."""
+    """Finds the modules in the tables of the systems; its error for other modules names what to write instead."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         root, _, inner = fullname.partition('.')
@@ -131,13 +130,13 @@ class Finder(MetaPathFinder, Loader):
         return ServedModule(spec.name, *spec.loader_state)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: a served module looks its names up when they are asked for."""
+        """Does nothing: a served module looks up its names on access."""
 
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Inside, importing another system's package gives what is served of it; for `chatgpt` not where the library itself
-    imports. What was imported is forgotten at the end."""
+    """Makes imports of other systems' packages give their served modules inside the block, except imports of `chatgpt`
+    by the library itself. Removes the imported modules at the end."""
     finder, original = Finder(), builtins.__import__
 
     def import_(name: str, importer: Any = None, local: Any = None, fromlist: Any = (), level: int = 0) -> Any:
@@ -148,7 +147,7 @@ def serving() -> Iterator[None]:
     roots = [system.root for system in SYSTEMS.values() if system.replaces and system_of(system.package) is not None]
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] in roots}
     sys.meta_path.insert(0, finder)
-    builtins.__import__ = import_  # type: ignore[assignment]  # its arguments are given by place
+    builtins.__import__ = import_  # type: ignore[assignment]  # its arguments are positional
     try:
         yield
     finally:

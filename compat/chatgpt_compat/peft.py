@@ -1,6 +1,6 @@
-"""PEFT's LoRA as our LoRA: a `LoraConfig` puts our adapters into a model, a `PeftModel` has its adapters taken over.
+"""Converts PEFT's LoRA to this library's: adapters of a `LoraConfig`, or the adapters of a `PeftModel`.
 
-PEFT is imported only for the layers it adapts by default, and its objects come from the script.
+PEFT is imported only to look up the layers that it adapts by default.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from safetensors.torch import load_file, save_file
 from chatgpt.nn import add_lora, import_peft
 
 HEADS = ('score', 'classifier')
-"""of sequence classifiers, trained in full here as `modules_to_save` asks of PEFT"""
-FOLLOWED = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'bias', 'use_rslora')
-SAID_ELSEWHERE = (
+"""heads of sequence classifiers, trained in full here, as PEFT does with `modules_to_save`"""
+SUPPORTED = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'bias', 'use_rslora')
+INFORMATIVE = (
     *('peft_type', 'task_type', 'inference_mode', 'base_model_name_or_path', 'revision', 'auto_mapping'),
     *('peft_version', 'fan_in_fan_out', 'megatron_core', 'runtime_config'),
 )
-"""fields of LoraConfig that say nothing of the arithmetic"""
+"""fields of LoraConfig that do not change the computation"""
 
 
 def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
-    """The transformers model, changed in place, with our adapters in it: those of a PEFT model, or new ones as
-    `peft_config` says, a `LoraConfig` or a dict of its fields. `heads` are modules that are trained in full here, so
-    `modules_to_save` may name them. Raises ValueError for what cannot be honoured, and for both.
+    """Returns the transformers model with our adapters, changed in place: those of a PEFT model, or new ones by
+    `peft_config`, a `LoraConfig` or a dict of its fields. `modules_to_save` may name the `heads`, which are trained in
+    full here. Raises ValueError for a PEFT model with a `peft_config`, and for a setting that is not supported.
     """
     if hasattr(model, 'peft_config') and hasattr(model, 'get_base_model'):
         if peft_config is not None:
@@ -50,7 +50,7 @@ def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
 
 
 def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:
-    """Of a saved adapter, the heads that PEFT trains in full: `unload` leaves them in the model."""
+    """Removes from a saved adapter the heads that PEFT trains in full: `unload` leaves them in the model."""
     path, weights = folder / 'adapter_config.json', folder / 'adapter_model.safetensors'
     config = json.loads(path.read_text())
     saved = config.get('modules_to_save') or []
@@ -62,26 +62,26 @@ def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:
 
 
 def lora_values(peft_config: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of a `LoraConfig`, or a dict of them, that are followed. Raises ValueError for another method than
-    LoRA, and for a field that cannot be honoured."""
+    """Returns the supported fields of a `LoraConfig` or a dict of its fields. Raises ValueError for another method than
+    LoRA, and for a field that is not supported."""
     is_dict = isinstance(peft_config, Mapping)
     values, plain = (dict(peft_config), {}) if is_dict else (vars(peft_config), vars(type(peft_config)()))
     kind = values.get('peft_type', 'LORA')
     if str(getattr(kind, 'value', kind)) != 'LORA':
         raise ValueError(f'peft_config: {kind} is not served here; use a LoraConfig')
     for name, value in values.items():
-        if name in (*FOLLOWED, *SAID_ELSEWHERE) or not value or value == plain.get(name):
+        if name in (*SUPPORTED, *INFORMATIVE) or not value or value == plain.get(name):
             continue
         if name == 'modules_to_save' and set(value) <= set(heads):
             continue
         if name == 'init_lora_weights' and value in (True, 'gaussian'):
             continue
         raise ValueError(f'peft_config: {name}={value!r} cannot be honoured here; leave it out')
-    return {name: values[name] for name in FOLLOWED if values.get(name) is not None}
+    return {name: values[name] for name in SUPPORTED if values.get(name) is not None}
 
 
 def lora_arguments(peft_config: Any, model: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:
-    """`lora_rank`, `lora_train_bias` and `lora_options` of the model classes. Raises ValueError as `adapted` does."""
+    """Returns `lora_rank`, `lora_train_bias` and `lora_options` of the model classes. Raises as `adapted`."""
     values = lora_values(peft_config, heads=heads)
     rank, alpha = int(values.get('r', 8)), float(values.get('lora_alpha', 8))
     if values.get('use_rslora'):
@@ -98,7 +98,7 @@ def lora_arguments(peft_config: Any, model: Any, *, heads: Sequence[str] = ()) -
 
 
 def _targets(given: Any, model: Any) -> Any:
-    """Names of layers; None, which PEFT calls 'all-linear', is every linear layer of the blocks."""
+    """Returns names of layers; None, PEFT's 'all-linear', stands for every linear layer of the blocks."""
     if given == 'all-linear':
         return None
     if given and not isinstance(given, str):

@@ -1,6 +1,6 @@
-"""A script of another system, run with what is served of that system.
+"""Runs a script of another system with the served names of that system.
 
-The script runs as `__main__`, in this process, with its own folder first in `sys.path`: as `python script.py` runs it.
+The script runs as `__main__` in this process, with its folder first in `sys.path`, as under `python script.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from unittest.mock import patch
 from chatgpt_compat import modules
 from chatgpt_compat.accelerator import without_gpu
 from chatgpt_compat.check import findings, read_script, uses
-from chatgpt_compat.dropped import given_back
 from chatgpt_compat.dropped import report as report_dropped
+from chatgpt_compat.dropped import restore_dropped
 from chatgpt_compat.modules import NotServed, serving
 from chatgpt_compat.tables import load
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
-    """Run a script to its end; 1 where it raised. `SystemExit` of the script passes through.
+    """Runs a script and returns the exit code: 1 if it raised. A `SystemExit` of the script propagates.
 
     Raises:
-        ValueError: a file that is not there or no Python.
+        ValueError: the file does not exist or is not Python.
     """
     tree = read_script(script)
     if os.environ.get('RANK', '0') == '0':
@@ -44,7 +44,7 @@ def run(script: str, arguments: Sequence[str]) -> int:
         for system in {use.system for use in uses(tree)}:
             if system.before and modules.installed(system.package) is not None:
                 load(system.before)()
-        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu(), given_back():
+        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu(), restore_dropped():
             exec(code, main.__dict__)
     except NotServed as error:
         print(f'ImportError: {error} ({place(error, script)})', file=sys.stderr, flush=True)
@@ -62,7 +62,7 @@ def run(script: str, arguments: Sequence[str]) -> int:
 
 
 def report(script: str, tree: ast.Module) -> None:
-    """Say on stderr which names of other systems the script uses, and whose they are."""
+    """Prints on stderr which names of other systems the script uses and what serves each."""
     rows = {f.name: f.what for f in findings([u for u in uses(tree) if not u.keywords])}
     if not rows:
         print(f'chatgpt_compat: {script} uses no other system', file=sys.stderr, flush=True)
@@ -73,12 +73,12 @@ def report(script: str, tree: ast.Module) -> None:
 
 
 def with_place(message: object, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning with the line that gave it, which is the script's; the command's own warnings have none."""
+    """Formats a warning with the file and line of the script that caused it."""
     return f'{filename}:{lineno}: {category.__name__}: {message}\n'
 
 
 def from_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without this package's frames."""
+    """Returns a traceback without this package's frames."""
     frames = []
     while trace is not None:
         if not _ours(trace.tb_frame.f_code.co_filename):
@@ -90,7 +90,7 @@ def from_script(trace: TracebackType | None) -> TracebackType | None:
 
 
 def place(error: BaseException, script: str) -> str:
-    """File and line of the script, or of a module beside it, that asked for a name."""
+    """Returns the file and line of the script, or of a module beside it, that raised the error."""
     frames = [f for f in traceback.extract_tb(from_script(error.__traceback__)) if not f.filename.startswith('<frozen')]
     return f'{frames[-1].filename}, line {frames[-1].lineno}' if frames else script
 

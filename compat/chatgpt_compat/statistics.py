@@ -1,7 +1,7 @@
-"""Statistics under other systems' names, and what they measure that this library's metrics do not hold.
+"""Metrics under other systems' names, and measures that this library's metrics do not contain.
 
-docs/coming_from says for each key whether it is the same number, converted, or left out. trlX logs every optimizer
-step; here a number is the mean over the train batches of a learning phase.
+docs/coming_from lists which keys are equal, converted or missing. trlX logs every optimizer step; here a number is the
+mean over the train batches of a learning phase.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from chatgpt.types import Batch, Experience
 
 Metrics = Mapping[str, float]
 Formula = str | Callable[[Metrics, Any], float]
-"""the name of a metric, or a number out of a phase's metrics and the trainer's config"""
+"""the name of a metric, or a function of a phase's metrics and the trainer's config"""
 
 
 def named(table: Mapping[str, Formula], metrics: Metrics, config: Any) -> dict[str, float]:
-    """The numbers of a table; a metric that is missing leaves its rows out."""
+    """Returns the numbers of a table, without rows that need a missing metric."""
     found = {}
     for name, formula in table.items():
         try:
@@ -42,8 +42,8 @@ def named(table: Mapping[str, Formula], metrics: Metrics, config: Any) -> dict[s
 
 @dataclass(frozen=True)
 class Measured:
-    """`loss(model, batch)` times `factor`, and what `measure(output of the model, batch)` gives: (N,) numbers by name,
-    whose means over the tokens that count are the metrics."""
+    """The loss `loss(model, batch)` times `factor`, with metrics: the means over the tokens that count of
+    `measure(output of the model, batch)`, a dict of (N,) tensors."""
 
     loss: Any
     measure: Callable[[Any, Batch], dict[str, Tensor]]
@@ -63,7 +63,7 @@ class Measured:
 
 
 def of_policy(config: PPOConfig, logprobs: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """What TRL averages over tokens of the policy's forward, (N,) each; 'ppo/' + name is its classic key."""
+    """Returns what TRL averages over tokens of the policy, (N,) each; 'ppo/' + name is the classic key."""
     advantages, shift = batch.columns['advantages'], logprobs - batch.columns['old_logprobs']
     ratio = shift.exp()
     plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - config.eps_clip, 1 + config.eps_clip)
@@ -77,7 +77,7 @@ def of_policy(config: PPOConfig, logprobs: Tensor, batch: Batch) -> dict[str, Te
 
 
 def of_values(config: PPOConfig, values: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """The same of the values."""
+    """Returns the quantities of the values that TRL averages over tokens, as `of_policy`."""
     old, returns = batch.columns['values'], batch.columns['returns']
     clip = float('inf') if config.value_clip is None else config.value_clip
     error = (values - returns).square()
@@ -108,7 +108,7 @@ TRL: dict[str, Formula] = {
     'val/ratio': 'ppo/ratio_mean',
     'lr': 'ppo/lr',
 }
-"""of an update of `PPOTrainer.train`, but for what is counted in its samples"""
+"""TRL's key of an update of `PPOTrainer.train` → formula, without the keys that count samples"""
 
 
 def _root_of_kl(m: Metrics, per: float = 1.0) -> float:
@@ -145,13 +145,13 @@ TRLX: dict[str, Formula] = {
     'loss': 'sft/loss',
     'learning_rate_group_0': _first('ppo/lr', 'ilql/lr', 'sft/lr'),
 }
-"""of a learning phase"""
+"""trlX's key of a learning phase → formula"""
 EVALUATED = {'eval/score_mean': 'reward/mean', 'eval/metrics/': 'metrics/'}
-"""of an evaluation: our name, or its beginning → trlX's; a suffix `@beta=1` stays"""
+"""our key of an evaluation, or its prefix → trlX's; a suffix such as `@beta=1` is kept"""
 
 
 def evaluated(metrics: Metrics) -> dict[str, float]:
-    """`reward/mean` and `metrics/<name>` of an evaluation's numbers."""
+    """Returns `reward/mean` and `metrics/<name>` of an evaluation's metrics."""
     return {
         theirs + name.removeprefix(ours): value
         for name, value in metrics.items()
@@ -165,7 +165,7 @@ def evaluated(metrics: Metrics) -> dict[str, float]:
 
 @dataclass
 class Recorder:
-    """What one `step` measures in its mini-batches, beside the metrics of the trainer."""
+    """The measures of one `step` in its mini-batches, in addition to the trainer's metrics."""
 
     ratios: list[Tensor] = field(default_factory=list)
     advantages: list[Tensor] = field(default_factory=list)
@@ -173,14 +173,14 @@ class Recorder:
     value_vars: list[float] = field(default_factory=list)
 
     def note(self, records: SequenceOf[Experience]) -> None:
-        """A mini-batch about to be learned from."""
+        """Records a mini-batch before it is learned."""
         mask = torch.cat([r.response_mask for r in records])
         self.advantages.append(torch.cat([r.advantages for r in records])[mask])
         self.return_vars.append(_var(torch.cat([r.returns for r in records])[mask]))
         self.value_vars.append(_var(torch.cat([r.values for r in records])[mask]))
 
     def measure(self, config: PPOConfig, out: Any, batch: Batch) -> dict[str, Tensor]:
-        """The numbers of every token. `out`: of an actor with a value head."""
+        """Returns the measures of each token. `out`: the output of an actor with a value head."""
         self.ratios.append((out.logprobs - batch.columns['old_logprobs']).exp()[batch.action_mask].cpu())
         both = of_policy(config, out.logprobs, batch) | of_values(config, out.values, batch)
         return both | {'policy/entropy': out.entropy}
@@ -189,11 +189,11 @@ class Recorder:
 def of_step(
     experiences: SequenceOf[Experience], metrics: Metrics, recorder: Recorder, value_coef: float
 ) -> dict[str, Any]:
-    """TRL's statistics of a step but for its times: numbers as floats, the rest as numpy arrays.
+    """Returns TRL's statistics of a step without its times: numbers as floats, the rest as numpy arrays.
 
     Args:
-        experiences: of the step, all processes together.
-        metrics: of the step, with those of `Recorder.measure`, whose names have two slashes.
+        experiences: those of the step on all processes.
+        metrics: those of the step, with the ones of `Recorder.measure`, named with two slashes.
         value_coef: vf_coef.
     """
     kl_coef = metrics['rollout/kl_coef']
@@ -228,7 +228,7 @@ def of_step(
 
 
 def std(values: Tensor) -> float:
-    """The standard deviation; 0 of one value."""
+    """Returns the standard deviation; 0 for a single value."""
     return float(values.std()) if len(values) > 1 else 0.0
 
 

@@ -1,7 +1,7 @@
-"""Which systems there are, and what their tables say of a name.
+"""The other systems and look-ups in their tables.
 
-Each has a module with two tables: `SERVED`, a name under the system's package → 'module:attribute', and `INSTEAD`, a
-name that is not served → what to write instead. The runner and the checker read these tables and nothing else.
+The module of each system has two tables: `SERVED` maps a name in the system's package to 'module:attribute', `INSTEAD`
+maps a name that is not served to what to write instead. The runner and the checker read nothing else.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from chatgpt.names import near
 
 
 def at(places: str, module: str, names: str) -> dict[str, str]:
-    """Rows of `SERVED`: names of a module at each of the places where the versions of a system have them; '.' is its
-    package."""
+    """Returns rows of `SERVED`: the names of our module at each place where versions of a system have them. The place
+    '.' is the system's package."""
     return {f'{place}.{name}'.lstrip('.'): f'{module}:{name}' for place in places.split() for name in names.split()}
 
 
 def lookup(
     package: str, served: Mapping[str, str], instead: Mapping[str, str], otherwise: str = ''
 ) -> Callable[[str], Any]:
-    """`__getattr__` of a module that has both tables of a package. `otherwise`: what to write instead of all other
+    """Returns the `__getattr__` of a module with both tables of a package. `otherwise`: what to write instead of other
     names."""
 
     def find(name: str) -> Any:
         if name in served:
             return load(served[name])
-        if name in instead:  # of an AttributeError `from` would hide the text
+        if name in instead:  # `from ... import` hides the text of an AttributeError
             raise ImportError(f'{package}.{name} is not served; instead: {instead[name]}')
         if otherwise and not name.startswith('__'):
             raise ImportError(f'{package}.{name} is not served; instead: {otherwise}')
@@ -44,8 +44,8 @@ def lookup(
 
 
 def as_modules(package: str, served: Mapping[str, str], instead: Mapping[str, str]) -> None:
-    """Makes the modules of a table importable below ours, such as `chatgpt_compat.trlx.data.configs`. A file of ours at
-    that place stays what it is."""
+    """Makes the modules of a table importable within our package, such as `chatgpt_compat.trlx.data.configs`, except
+    where we have a file."""
     inner = {name.rpartition('.')[0] for name in served}
     inner = {'.'.join(name.split('.')[:end]) for name in inner for end in range(1, name.count('.') + 2) if name}
     inner |= {name for name in instead if name.rpartition('.')[0] in inner and name.rpartition('.')[2].islower()}
@@ -69,13 +69,13 @@ def as_modules(package: str, served: Mapping[str, str], instead: Mapping[str, st
 
 @dataclass(frozen=True)
 class System:
-    """One system.
+    """Another system.
 
     Args:
-        package: what its scripts import.
+        package: the package that its scripts import.
         tables: our module with `SERVED` and `INSTEAD`.
-        replaces: what is served goes before a package of that name that is installed; else only without one.
-        before: 'our.module:function' to call before a script runs that uses the installed package; '' for none.
+        replaces: served names precede those of the installed package; if False, they are used only without one.
+        before: 'our.module:function' to call before a script that uses the installed package; '' for none.
     """
 
     package: str
@@ -85,7 +85,7 @@ class System:
 
     @property
     def root(self) -> str:
-        """What its package is called in `sys.modules`: ColossalAI's `chatgpt` stands beside the library itself."""
+        """The name of its package in `sys.modules`; ColossalAI's `chatgpt` has one apart from the library's."""
         return COLOSSALAI_CHATGPT if self.package == 'chatgpt' else self.package
 
     @cached_property
@@ -97,26 +97,26 @@ class System:
         return self.module.SERVED
 
     def has_module(self, name: str) -> bool:
-        """Whether the table makes `name` ('' is the package itself) a module."""
+        """Returns True if `name` is a module by the table; '' is the package itself."""
         if not name or any(key.startswith(f'{name}.') for key in self.served):
             return True
         return self.package == 'chatgpt' and name not in self.served and own_module(name) is not None
 
     def is_own(self, name: str) -> bool:
-        """Whether a name of `chatgpt` is the library's own, as it is written; one with a sentence of its own is not."""
+        """Returns True if a name of `chatgpt` is the library's own and not in `INSTEAD`."""
         module, _, attribute = name.rpartition('.')
         is_refused = name in self.module.INSTEAD
         return self.package == 'chatgpt' and not is_refused and hasattr(own_module(module), attribute)
 
     def names_in(self, module: str) -> list[str]:
-        """What is served directly in a module."""
+        """Returns the names that are served directly in a module."""
         start = f'{module}.' if module else ''
         rest = (key.removeprefix(start) for key in self.served if key.startswith(start))
         return sorted({name for name in rest if '.' not in name})
 
     def instead(self, name: str) -> str:
-        """What to write instead of a name that is not served: the sentence for it, for the module it is in, or for the
-        same name at another place; else the nearest names that are served."""
+        """Returns what to write instead of a name that is not served: the entry for it, for its module, or for the
+        same name in another module; else the nearest served names."""
         parts = name.split('.')
         last = parts[-1]
         for key in [*('.'.join(parts[:end]) for end in range(len(parts), 0, -1)), last]:
@@ -146,20 +146,20 @@ SYSTEMS: dict[str, System] = {
 
 
 def system_of(name: str) -> System | None:
-    """The system whose package a dotted name begins with; None also for one whose tables are not there."""
+    """Returns the system of a dotted name by its first part, or None; None also if the system's tables are missing."""
     system = SYSTEMS.get(name.partition('.')[0])
     return system if system is not None and importlib.util.find_spec(system.tables) is not None else None
 
 
 def load(target: str) -> Any:
-    """The object of 'our.module:attribute'; of 'our.module' alone, the module."""
+    """Returns the object of 'our.module:attribute', or the module of 'our.module'."""
     module, _, attribute = target.partition(':')
     found = importlib.import_module(module)
     return getattr(found, attribute) if attribute else found
 
 
 def own_module(name: str) -> ModuleType | None:
-    """The library's own module of that name under `chatgpt`, imported; None where there is none."""
+    """Imports and returns the library's own module `chatgpt.<name>`, or None if there is none."""
     full = f'chatgpt.{name}' if name else 'chatgpt'
     try:
         found = importlib.util.find_spec(full)

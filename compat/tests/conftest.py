@@ -1,4 +1,4 @@
-"""The fixtures of the library's own tests; processes that a test starts find both packages without an installation."""
+"""Fixtures of the library's tests; processes that a test starts find both packages without an installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m chatgpt_compat check`: every name of another system in a script, without running it."""
+"""Tests of `python -m chatgpt_compat check`, which lists the names of other systems in a script without running it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sampler:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes a script; a system `invented` has two names that are served."""
+    """Returns a function that writes a script; a system `invented` has two served names."""
     tmp_path.joinpath('invented_tables.py').write_text(TABLES)
     tmp_path.joinpath('our_checked_things.py').write_text(OURS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -82,7 +82,7 @@ unrelated.Trainer(lr=3)
     ]
 
 
-def test_nothing_runs_and_what_to_write_instead_is_said(script, tmp_path, capsys):
+def test_scripts_are_not_run_and_replacements_are_named(script, tmp_path, capsys):
     path = script(f'import pathlib\npathlib.Path({str(tmp_path)!r}, "ran").touch()\nfrom invented import Other\n')
     assert check([path]) == 1
     out = capsys.readouterr().out.splitlines()
@@ -90,7 +90,7 @@ def test_nothing_runs_and_what_to_write_instead_is_said(script, tmp_path, capsys
     assert not (tmp_path / 'ran').exists()
 
 
-def test_a_script_of_which_everything_is_served(script, capsys):
+def test_a_fully_served_script(script, capsys):
     path = script('from invented import Trainer\nTrainer(1)\n')
     assert check([path]) == 0
     assert capsys.readouterr().out == (
@@ -103,7 +103,7 @@ def test_star_imports(script):
     assert found(path) == [(1, 'invented', True), (2, 'invented.Trainer(rate=)', False)]
 
 
-def test_our_own_names_of_chatgpt_are_served_as_they_are(script):
+def test_the_librarys_own_names_are_served_unchanged(script):
     path = script(
         'from chatgpt.nn import GPTActor\nfrom chatgpt.trainer.strategies import NaiveStrategy\n'
         'import chatgpt.trainer\nchatgpt.trainer.PPOTrainer\nfrom chatgpt.trainer import NoSuchTrainer\n'
@@ -117,7 +117,7 @@ def test_our_own_names_of_chatgpt_are_served_as_they_are(script):
     ]
 
 
-def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
+def test_a_name_that_the_library_lacks_is_not_served(script):
     path = script('from chatgpt.nn import Foo\nfrom chatgpt.trainer.callbacks import SaveCheckpointt\n')
     for finding in findings(uses(read_script(path))):
         assert not finding.served and finding.what.startswith('not served; '), finding
@@ -135,7 +135,7 @@ def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
         ('from coati.ray.utils import is_rank_0', 'Ray'),
     ],
 )
-def test_names_that_scripts_ask_for_have_a_sentence(script, line, said):
+def test_common_names_have_a_replacement(script, line, said):
     (finding,) = findings(uses(read_script(script(f'{line}\n'))))
     assert not finding.served and 'instead: ' in finding.what and said in finding.what
 
@@ -159,8 +159,8 @@ def test_the_command(tmp_path):
     assert (code, out) == (2, '') and err == f'error: {words}, line 1: this is no Python: invalid syntax\n'
 
 
-def test_every_table_names_what_is_there():
-    """Of all systems whose tables are here."""
+def test_targets_of_every_table_exist():
+    """Every target in the tables of all systems exists."""
     for system in SYSTEMS.values():
         try:
             served, instead = system.served, system.module.INSTEAD
@@ -199,8 +199,8 @@ def checked(capsys: pytest.CaptureFixture[str], *paths: str) -> tuple[int, str]:
         ('import colossalai.never_there\n', 'colossalai.never_there: not served'),
     ],
 )
-def test_what_would_fail_is_not_served(script, tmp_path, monkeypatch, capsys, text, said):
-    """Each of these was called green once."""
+def test_a_failing_program_is_not_green(script, tmp_path, monkeypatch, capsys, text, said):
+    """Programs with an error that a checker of names alone does not find."""
     (tmp_path / 'helper_beside.py').write_text('import never_installed_here\nname = 1\n')
     code, out = checked(capsys, script(text))
     assert code == 1 and said in out, out
@@ -220,7 +220,7 @@ def test_what_would_fail_is_not_served(script, tmp_path, monkeypatch, capsys, te
         'import os.path\nos.path.join("a")\n',
     ],
 )
-def test_what_would_run_is_green(script, tmp_path, capsys, text):
+def test_a_running_program_is_green(script, tmp_path, capsys, text):
     (tmp_path / 'helper_beside.py').write_text('name = 1\n')
     (tmp_path / 'helper_package').mkdir()
     (tmp_path / 'helper_package' / '__init__.py').write_text('')
@@ -229,7 +229,7 @@ def test_what_would_run_is_green(script, tmp_path, capsys, text):
     assert code == 0, out
 
 
-def test_a_dropped_name_is_listed_with_what_replaces_it(script, capsys):
+def test_a_dropped_name_is_listed_with_its_replacement(script, capsys):
     path = script(
         'from transformers import BloomTokenizerFast, Trainer\n'
         'BloomTokenizerFast\nTrainer(model=1, tokenizer=2)\nfrom transformers import AutoModel\n'

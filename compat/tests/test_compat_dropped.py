@@ -1,4 +1,4 @@
-"""Names and arguments that transformers 5, peft and torch dropped: available while a program runs, and only then."""
+"""Names and arguments that transformers 5, peft and torch dropped are available only while a program runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatgpt_compat.runner import run
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny causal LM with its tokenizer."""
+    """The folder of a tiny causal LM with its tokenizer."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp('model')
     GPT2LMHeadModel(tiny_config('gpt2')).save_pretrained(out)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs the text of a program; exit code, stdout and stderr."""
+    """Returns a function that runs a program's text and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def runs(text: str) -> tuple[int, str, str]:
@@ -39,14 +39,14 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return runs
 
 
-def test_every_row_leads_somewhere_and_is_missing_in_the_newest_packages():
+def test_every_row_resolves_and_is_missing_in_the_newest_packages():
     for name, row in dropped.NAMES.items():
         assert row.get() is not None, name
     for name in dropped.ARGUMENTS:
         assert callable(dropped._resolve(name)), name
 
 
-def test_names_are_there_while_a_program_runs_and_only_then(program, folder):
+def test_names_are_available_only_while_a_program_runs(program, folder):
     code, out, err = program(
         f"""
 from transformers import AdamW, AutoTokenizer, BloomTokenizerFast
@@ -75,12 +75,12 @@ print(TaskType.CAUSAL_LM, AdamW is torch.optim.AdamW)
     assert not hasattr(transformers.PreTrainedTokenizerBase, 'encode_plus')
 
 
-def test_a_program_that_uses_none_is_told_of_none(program):
+def test_a_program_without_dropped_names_gets_no_report(program):
     code, _, err = program('import transformers\nassert not hasattr(transformers, "NeverThere")\n')
     assert code == 0 and 'dropped names' not in err
 
 
-def test_a_name_that_nobody_had_is_an_import_error_still(program):
+def test_an_unknown_name_is_an_import_error(program):
     code, _, err = program('from transformers import NoSuchTokenizerFast\n')
     assert code == 1 and 'NoSuchTokenizerFast' in err
 

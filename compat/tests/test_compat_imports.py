@@ -1,6 +1,6 @@
-"""The distribution: `chatgpt_compat` uses public names of `chatgpt` alone, and its metadata agrees.
+"""Tests of the distribution: `chatgpt_compat` uses only public names of `chatgpt`, and the metadata agree.
 
-Public is what stands in `__all__` of a package (a folder), a package itself, and every name without an underscore of
+Public names are those in `__all__` of a package (a folder), packages themselves, and names without an underscore of
 
 - a module beside the packages (`types`, `batching`, `registry`, `names`, `hub`),
 - the formulas, `chatgpt.functional`,
@@ -45,7 +45,7 @@ def is_public(module: str, name: str) -> bool:
 
 
 def not_public(source: str) -> Iterator[str]:
-    """The names of `chatgpt` that a source imports and should not."""
+    """Yields the names of `chatgpt` that a source imports and that are not public."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or '').partition('.')[0] == 'chatgpt':
             for alias in node.names:
@@ -58,7 +58,7 @@ def not_public(source: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     'path', sorted((ROOT / 'compat' / 'chatgpt_compat').rglob('*.py')), ids=lambda p: f'{p.parent.name}-{p.stem}'
 )
-def test_it_imports_public_names_alone(path):
+def test_only_public_names_are_imported(path):
     assert list(not_public(path.read_text())) == []
 
 
@@ -73,7 +73,7 @@ def test_it_imports_public_names_alone(path):
         ('from chatgpt.functional.ppo import kl_penalty\nfrom chatgpt.trainer.algorithms import Estimator', 0),
     ],
 )
-def test_what_is_public(source, count):
+def test_public_names(source, count):
     assert len(list(not_public(source))) == count
 
 

@@ -1,4 +1,4 @@
-"""`python -m chatgpt_compat run`: what a script of another system sees, on a system made up for it."""
+"""Tests of `python -m chatgpt_compat run` with scripts of an invented system."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Config: who = 'ours'
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of scripts, with a system `madeup` of which three names are served."""
+    """A folder for scripts, with a system `madeup` of which three names are served."""
     tmp_path.joinpath('lib').mkdir()
     tmp_path.joinpath('scripts').mkdir()
     tmp_path.joinpath('lib', 'madeup_tables.py').write_text(TABLES)
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(folder: Path, files: dict[str, str]) -> None:
-    """An installed package `madeup`."""
+    """Installs a package `madeup`."""
     for name, text in files.items():
         path = folder.parent / 'lib' / 'madeup' / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ if __name__ == '__main__':
     assert 'madeup' not in sys.modules
 
 
-def test_a_name_that_nobody_has_is_one_line(folder, capsys):
+def test_an_unknown_name_is_an_error_of_one_line(folder, capsys):
     for line, sentence in (
         ('from madeup import OtherTrainer', 'instead: chatgpt.trainer.PPOTrainer (docs/train.md)'),
         ('from madeup.core import OtherTrainer', 'instead: chatgpt.trainer.PPOTrainer (docs/train.md)'),
@@ -186,7 +186,7 @@ def later():
 }
 
 
-def test_the_rest_is_the_installed_packages(folder, capsys):
+def test_other_names_come_from_the_installed_package(folder, capsys):
     install(folder, INSTALLED)
     text = """
 import madeup
@@ -235,7 +235,7 @@ model.double()(torch.ones(1, 2, device='cuda', dtype=torch.float64)).sum().backw
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
-def test_what_is_asked_of_cuda_happens_on_the_cpu_and_only_there(folder, capsys):
+def test_cuda_calls_run_on_the_cpu(folder, capsys):
     assert script(folder, CUDA) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == 'rank_0.pt False 0\n'
     for wrong in (
@@ -269,7 +269,7 @@ print(torch.cuda.max_memory_cached())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
-def test_what_is_loaded_onto_a_gpu_is_loaded_onto_the_cpu(folder, tmp_path, capsys):
+def test_loads_onto_a_gpu_go_to_the_cpu(folder, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     GPTActor(config=demo_world.demo_config()).save_pretrained(tmp_path, tokenizer=demo_world.demo_tokenizer())
@@ -289,7 +289,7 @@ def command(*words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.system
 @pytest.mark.parametrize('program', ['chatgpt_compat', 'chatgpt compat'])
-def test_the_command_is_told_of_mistakes_and_interrupted_in_a_line(tmp_path, program):
+def test_mistakes_and_interrupts_give_one_line(tmp_path, program):
     waiting = tmp_path / 'waiting.py'
     waiting.write_text('import time, warnings\nwarnings.warn("slowly")\nprint("here", flush=True)\ntime.sleep(3600)\n')
     process = command(*program.split(), 'run', str(waiting))
@@ -324,7 +324,7 @@ for thing in (trl.PPOTrainer, PPOTrainer, trlx.train, trlx.data.configs.TRLConfi
 def test_names_of_trl_and_trlx_are_ours(folder, capsys):
     assert script(folder, REAL) == 0, capsys.readouterr().err
     out, err = capsys.readouterr()
-    assert out == '[2, 3, 4] 3 0.5 7\n'  # the upper end of a length is left out, as theirs
+    assert out == '[2, 3, 4] 3 0.5 7\n'  # the upper end of a length is excluded, as in TRL
     assert 'trl.core.LengthSampler' in err and 'trlx.train' in err
     for line, sentence in (
         ('from trl import GRPOTrainer', "instead: chatgpt.trainer.PPOTrainer with advantage_estimator='grpo'"),
@@ -345,11 +345,11 @@ def test_the_real_tables_under_torchrun(tmp_path):
     )
     assert done.stdout.count('[2, 3, 4] 3 0.5 7') == 2, done.stderr
     assert done.stderr.count('chatgpt_compat: ') == 1
-    assert 'exitcode  : 3' in done.stderr  # that of the script, which has three words in sys.argv
+    assert 'exitcode  : 3' in done.stderr  # the script's, which has three entries in sys.argv
 
 
 def test_modules_of_a_system_are_importable_below_ours():
-    """Without the runner: after a change of the import line alone."""
+    """They are importable without the runner, after a change of the import line."""
     from chatgpt_compat.coati.trainer.strategies import GeminiStrategy
     from chatgpt_compat.trl.trainer.ppo_trainer import PolicyAndValueWrapper
     from chatgpt_compat.trlx.data.configs import TRLConfig

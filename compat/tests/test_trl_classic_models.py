@@ -1,4 +1,4 @@
-"""TRL's models with a value head: where they come from, what they write, what they say of what they cannot do."""
+"""TRL's models with a value head: loading, saving, and errors and warnings for unsupported arguments."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_values_are_those_of_the_actor_that_is_trained(family: str) -> None:
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_written_is_trls_and_ours(base: str, tmp_path: Path) -> None:
+def test_saved_folders_are_read_by_trl_and_the_library(base: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLMWithValueHead.from_pretrained(base)
     model.load_state_dict(head(), strict=False)
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / 'model.safetensors')
     assert torch.equal(written[WEIGHT], head()[WEIGHT]) and torch.equal(written[BIAS], head()[BIAS])
-    assert 'transformer.h.0.ln_1.weight' in written  # no prefix: transformers reads it too
+    assert 'transformer.h.0.ln_1.weight' in written  # without a prefix, so that transformers reads it, too
     actor: Any = Actor.from_pretrained(tmp_path)
     assert torch.equal(actor.value_head.weight, head()[WEIGHT])
     again = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
@@ -148,18 +148,18 @@ def test_head_options(base: str) -> None:
     assert 2.5 < float(model.v_head.summary.weight.std()) < 5.5
     plain = AutoModelForCausalLMWithValueHead.from_pretrained(base, summary_dropout_prob=0.0)
     assert not isinstance(plain.v_head.dropout, torch.nn.Dropout)
-    assert float(plain.v_head.summary.weight.abs().max()) <= 32**-0.5  # as nn.Linear draws
+    assert float(plain.v_head.summary.weight.abs().max()) <= 32**-0.5  # as nn.Linear initialises
     with pytest.raises(ValueError, match="'normal'"):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, v_head_init_strategy='other')
 
 
 @pytest.mark.parametrize('name', ['device_map', 'load_in_8bit', 'load_in_4bit', 'quantization_config', 'max_memory'])
-def test_what_has_no_effect_is_told(base: str, name: str) -> None:
+def test_arguments_without_effect_give_a_warning(base: str, name: str) -> None:
     with pytest.warns(UserWarning, match=name):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, **{name: 'auto'})
 
 
-def test_what_changes_nothing_is_silent(base: str) -> None:
+def test_harmless_arguments_give_no_warning(base: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
         options = {'device_map': None, 'load_in_8bit': False, 'low_cpu_mem_usage': True, 'torch_dtype': 'auto'}
@@ -184,7 +184,7 @@ def test_mistakes(base: str) -> None:
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, 'float16'])
-def test_16_bits_are_what_is_computed_in(base: str, dtype: Any) -> None:
+def test_16_bits_are_the_precision_of_the_trainer(base: str, dtype: Any) -> None:
     model = AutoModelForCausalLMWithValueHead.from_pretrained(base, torch_dtype=dtype)
     assert model.pretrained_model.dtype == torch.float32
     assert model.precision == ('bf16' if dtype == torch.bfloat16 else 'fp16')
@@ -212,7 +212,7 @@ def test_adapters_of_peft_and_ours_are_the_same(tmp_path: Path, base: str) -> No
     model.pretrained_model.name_or_path = base
     model.save_pretrained(tmp_path)
     assert set(model.state_dict()) == {WEIGHT, BIAS}
-    read = peft.PeftModel.from_pretrained(tiny_causal_lm('gpt2'), tmp_path)  # by peft itself
+    read = peft.PeftModel.from_pretrained(tiny_causal_lm('gpt2'), tmp_path)  # read by peft
     with torch.no_grad():
         torch.testing.assert_close(read(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     state = torch.load(tmp_path / 'pytorch_model.bin', weights_only=True)  # where TRL looks for the head
@@ -268,12 +268,12 @@ def test_reference_as_a_copy_and_by_pattern() -> None:
         create_reference_model(model, num_shared_layers=7)
     with pytest.raises(ValueError, match='layers.1'):
         create_reference_model(model, num_shared_layers=1, pattern='layers.{layer}')
-    plain = create_reference_model(tiny_causal_lm('gpt2'))  # without a head, as DPO scripts do
+    plain = create_reference_model(tiny_causal_lm('gpt2'))  # without a head, as in DPO scripts
     assert not any(p.requires_grad for p in plain.parameters())
 
 
 def test_scores_of_a_reward_adapter(base: str, tmp_path: Path) -> None:
-    """Those of PEFT's own model; nothing of it is trained or saved."""
+    """They equal those of PEFT's model; the adapter is neither trained nor saved."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
 

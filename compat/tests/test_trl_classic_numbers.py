@@ -1,4 +1,4 @@
-"""The same weights, prompts, responses and scores as TRL 0.11.4: recorded by compat/benchmarks/compat_trl.py."""
+"""The numbers of TRL 0.11.4, recorded by compat/benchmarks/compat_trl.py, for the same weights, prompts and scores."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def shifted(row: list[float]) -> list[float]:
 
 @pytest.mark.parametrize('spoil', [flipped, shifted])
 def test_the_comparison_can_fail(spoil: Callable[[list[float]], list[float]]) -> None:
-    """Negative control: signs or masks that are off show in every kind of number per token."""
+    """Negative control: a wrong sign or mask changes every kind of number per token."""
     theirs = GOLDEN['cases']['plain']
     wrong: Any = copy.deepcopy(theirs)
     wrong['tokens'] = {kind: [spoil(row) for row in rows] for kind, rows in theirs['tokens'].items()}

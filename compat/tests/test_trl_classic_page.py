@@ -1,4 +1,4 @@
-"""The pages of docs/coming_from about TRL name every argument and have the numbers that were measured."""
+"""The pages of docs/coming_from about TRL list every argument and have the measured numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 from trl_page import PAGE, ROOT, rows, section
 
 from chatgpt_compat.trl import SERVED, pairs, sft
-from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 
 CONFIGS = [PPOConfig, pairs.DPOConfig, sft.SFTConfig, pairs.RewardConfig]
-REASONS = [*FATES.values(), pairs.DPOTrainer.FATES, sft.SFTTrainer.FATES, pairs.RewardTrainer.FATES]
+REASONS = [
+    *UNSUPPORTED.values(),
+    pairs.DPOTrainer.UNSUPPORTED,
+    sft.SFTTrainer.UNSUPPORTED,
+    pairs.RewardTrainer.UNSUPPORTED,
+]
 
 
 @pytest.mark.parametrize('config', CONFIGS)
@@ -21,7 +26,7 @@ def test_every_argument_is_on_the_page(config) -> None:
 
 
 @pytest.mark.parametrize('reasons', REASONS, ids=['classic', 'second', 'dpo', 'sft', 'reward'])
-def test_what_cannot_be_honoured_is_an_argument(reasons) -> None:
+def test_unsupported_names_are_arguments(reasons) -> None:
     known = {name for config in CONFIGS for name in config.__dataclass_fields__}
     assert reasons.keys() <= known
 

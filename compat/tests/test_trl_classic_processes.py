@@ -1,4 +1,4 @@
-"""TRL's classic trainer on two processes: batch_size is that of one, and both together are one run."""
+"""TRL's classic trainer on two processes, which equal one process with twice the batch_size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCORES = [1.0, -2.0, 0.5, 3.0]
 
 
 def train(world_size: int) -> dict[str, Any]:
-    """Two steps of SGD on this process's share of the batch."""
+    """Takes two steps of SGD on this process's share of the batch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))

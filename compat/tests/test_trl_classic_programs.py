@@ -1,4 +1,4 @@
-"""Programs in the style of TRL 0.4 to 0.11, run as they are where `trl` means this library: what each comes to."""
+"""Programs in the style of TRL 0.4 to 0.11, run unchanged with `trl` served by this library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a program with arguments; its names at the end."""
+    """Returns a function that runs a program with arguments and returns its globals."""
 
     def program(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
@@ -72,7 +72,7 @@ def test_sentiment(run: Any, policy: str, classifier: str) -> None:
     assert found['all_stats'][1]['objective/kl'] != 0.0
     assert all(asked == got for asked, got in found['lengths'])  # eos_token_id=-1: none ends early
     assert len({asked for asked, _ in found['lengths']}) > 1
-    # the statistics of the last step, from what the script itself holds
+    # the statistics of the last step, from the script's own variables
     last, rewards = found['all_stats'][-1], torch.stack(found['rewards'])
     assert last['ppo/mean_scores'] == pytest.approx(float(rewards.mean()), rel=1e-5)
     assert last['ppo/std_scores'] == pytest.approx(float(rewards.std()), rel=1e-5)
@@ -120,7 +120,7 @@ def test_reward_model(run: Any, policy: str, classifier: str) -> None:
         *('--model_name', policy, '--reward_model', f'sentiment-analysis:{classifier}', '--batch_size', '4'),
         *('--mini_batch_size', '2', '--ppo_epochs', '2', '--learning_rate', '1e-3'),
     )
-    assert found['columns'] == [['input_ids', 'query']] * 4  # 'extra' is no column that a model takes
+    assert found['columns'] == [['input_ids', 'query']] * 4  # no model takes the column 'extra'
     check(found['stats'])
     assert found['stats']['ppo/learning_rate'] == 1e-3
     assert found['response_tensors'][0].dim() == 1
@@ -132,10 +132,10 @@ def test_response_masks(run: Any, policy: str) -> None:
     found = run('response_masks', policy)
     stats, tool = found['stats'], found['tool']
     check(stats)
-    assert stats['ppo/policy/advantages'].shape == stats['ppo/policy/ratio'].shape == (4 * 10,)  # 5 + 5 of the model's
+    assert stats['ppo/policy/advantages'].shape == stats['ppo/policy/ratio'].shape == (4 * 10,)  # 5 + 5 of the model
     assert stats['tokens/responses_dist'].tolist() == [10.0 + len(tool)] * 4
     rewards = [e.rewards for e in found['ppo_trainer'].inner.last_experiences]
-    for i, reward in enumerate(rewards):  # KL is 0 at first: the score alone, at the last token
+    for i, reward in enumerate(rewards):  # KL is 0 in the first step
         assert reward.tolist() == [0.0] * (len(reward) - 1) + [float(i)]
 
 
@@ -158,7 +158,7 @@ def test_early_stopping_and_ratio_threshold(run: Any, policy: str) -> None:
     found = run('early_stopping', policy)
     assert found['near'] < found['far']
     assert found['kept'] < found['far']
-    # 6 epochs of 4 mini-batches where nothing stops them
+    # 6 epochs of 4 mini-batches without early stopping
     assert len(found['free']['ppo/policy/ratio']) == 6 * 8 * 6
     assert len(found['stopped']['ppo/policy/ratio']) < 6 * 8 * 6
 
@@ -180,7 +180,7 @@ def test_dataloader(run: Any, policy: str, tmp_path: Path, capsys: pytest.Captur
         check(stats)
         assert abs(stats['ppo/mean_scores']) <= 2.0
     first = found['seen'][:8]
-    assert len(set(first)) == 8  # without replacement in a pass, whose last two rows are dropped
+    assert len(set(first)) == 8  # without replacement in a pass; its last two rows are dropped
     assert found['gathered'].shape == (4,)
     assert len(capsys.readouterr().out.split()) >= 12
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,4 +1,4 @@
-"""TRL's classic trainer around ours: arguments, shapes of what goes in and comes out, logging, processes."""
+"""TRL's classic trainer on this library's: arguments, shapes of inputs and outputs, logging, processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(trainer: Any, scores: Any = (1.0, 0.0, 2.0, -1.0), **more: Any) -> dict
 
 
 def test_defaults_are_those_of_0_11_4() -> None:
-    """Of trl/trainer/ppo_config.py of that version."""
+    """The values are those of trl/trainer/ppo_config.py of that version."""
     theirs = {
         'seed': 0,
         'steps': 20000,
@@ -90,7 +90,7 @@ def test_names_of_both_eras_follow_each_other() -> None:
     assert config.learning_rate == DEFAULTS['classic']['learning_rate'] and config.batch_size == 128
     config = PPOConfig(output_dir='somewhere')
     assert config.learning_rate == DEFAULTS['second']['learning_rate']
-    config.learning_rate, config.num_ppo_epochs = 0.5, 2  # set by the script since
+    config.learning_rate, config.num_ppo_epochs = 0.5, 2  # changed by the script
     config.resolve('classic')
     assert (config.learning_rate, config.ppo_epochs, config.num_ppo_epochs) == (0.5, 2, 2)
     with pytest.raises(ValueError, match=r'kl_coef=0.1 and init_kl_coef=0.2 mean the same'):
@@ -107,7 +107,7 @@ def test_an_argument_given_at_its_default_is_given() -> None:
     names = [f.name for f in dataclasses.fields(PPOConfig)]
     plain = PPOConfig()
     every = PPOConfig(**{name: PPOConfig.__dataclass_fields__[name].default for name in names} | empty_dicts())
-    assert every._given == plain._given == set() and every.batch_size == 128  # as a parser of command lines makes it
+    assert every._given == plain._given == set() and every.batch_size == 128  # as from a command-line parser
     assert PPOConfig(log_with=None).era == PPOConfig(output_dir=None).era == 'classic'
     assert PPOConfig(num_mini_batches=1).era == 'second'
     assert copy.deepcopy(config)._given == {'per_device_train_batch_size', 'gradient_accumulation_steps'}
@@ -140,7 +140,7 @@ def test_mistakes_in_the_config(setting: dict[str, Any], sentence: str) -> None:
         PPOConfig(**setting)
 
 
-def test_what_has_no_effect_is_named_and_a_plain_config_is_silent() -> None:
+def test_arguments_without_effect_give_warnings_and_a_plain_config_none() -> None:
     given = {'optimize_cuda_cache': True, 'accelerator_kwargs': {'cpu': True}, 'output_dir': 'x', 'bf16': True}
     with pytest.warns(UserWarning) as told:
         make(**given)
@@ -153,7 +153,7 @@ def test_what_has_no_effect_is_named_and_a_plain_config_is_silent() -> None:
 # ---------------------------------------------------------------- the dispatch
 
 
-def test_which_trainer_is_meant() -> None:
+def test_arguments_select_the_trainer() -> None:
     model, tokenizer, config = SimpleNamespace(parameters=list), SimpleNamespace(decode=str), object()
     assert not is_second((config, model, model, tokenizer), {})
     assert not is_second((config,), {'model': model, 'tokenizer': tokenizer})
@@ -167,7 +167,7 @@ def test_which_trainer_is_meant() -> None:
         is_second((config,), {})
 
 
-def test_a_trainer_of_ones_own() -> None:
+def test_a_subclass_of_the_trainer() -> None:
     class Mine(trl.PPOTrainer):
         def step(self, *args: Any) -> Any:
             return super().step(*args) | {'mine': 1.0}
@@ -210,7 +210,7 @@ def test_shapes_of_generate() -> None:
 
 
 def test_responses_of_the_reference() -> None:
-    """Each as the reference alone writes it, without padding."""
+    """Each equals the reference's response to one prompt without padding."""
     greedy = {'max_new_tokens': 5, 'do_sample': False, 'pad_token_id': 0, 'eos_token_id': -1}
     trainer = make()
     with torch.no_grad():
@@ -231,7 +231,7 @@ def test_responses_of_the_reference() -> None:
     assert torch.equal(ended, reference[0][: first + 1])
 
 
-def test_a_mask_leaves_padding_out_of_a_query() -> None:
+def test_a_mask_drops_padding_of_a_query() -> None:
     trainer = make()
     query, greedy = QUERIES[2], {'max_new_tokens': 5, 'eos_token_id': -1}
     expected = trainer.generate(query, return_prompt=False, **greedy)
@@ -249,8 +249,8 @@ def test_a_mask_leaves_padding_out_of_a_query() -> None:
         trainer.generate(padded, attention_mask=torch.ones(4), **greedy)
 
 
-def test_what_is_left_open_is_transformers_default() -> None:
-    """Greedy, 20 new tokens: `model.generate` itself says the same."""
+def test_defaults_of_generate_are_those_of_transformers() -> None:
+    """Greedy, 20 new tokens, as `model.generate`."""
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
     trainer = make(model)
     for query in QUERIES:
@@ -258,7 +258,7 @@ def test_what_is_left_open_is_transformers_default() -> None:
         assert torch.equal(trainer.generate(query), expected)
 
 
-def test_lengths_are_asked_for_once_per_batch() -> None:
+def test_lengths_are_sampled_once_per_batch() -> None:
     trainer = make()
     drawn = iter([3, 6])
     responses = trainer.generate(
@@ -303,7 +303,7 @@ def test_statistics_of_one_step() -> None:
     assert len(stats['ppo/policy/ratio']) == len(stats['ppo/policy/advantages']) == 2 * 4 * 5
     assert stats['ppo/mean_scores'] == pytest.approx(0.5)
     assert stats['ppo/loss/total'] == pytest.approx(stats['ppo/loss/policy'] + 0.1 * stats['ppo/loss/value'])
-    assert trainer.kl_ctl.value != stats['objective/kl_coef'] == 0.2  # adaptive: moved by 4 samples
+    assert trainer.kl_ctl.value != stats['objective/kl_coef'] == 0.2  # adaptive: changed after 4 samples
     assert trainer.kl_ctl.value == pytest.approx(0.2 * (1 - 0.2 * 4 / 10000))
 
 
@@ -312,7 +312,7 @@ def test_scores_per_token_are_taken_too() -> None:
     dense = [[0.0, 1.0, 0.0, 0.0, 0.5]] * 4
     stats = step(trainer, dense)
     assert stats['ppo/mean_scores'] == pytest.approx(1.5)
-    assert trainer.inner.last_experiences[0].rewards.tolist() == dense[0]  # KL is 0 at first
+    assert trainer.inner.last_experiences[0].rewards.tolist() == dense[0]  # KL is 0 in the first step
 
 
 def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
@@ -332,13 +332,13 @@ def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
         make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
 
 
-def test_what_the_script_sets_in_the_config_later() -> None:
+def test_later_changes_of_the_config() -> None:
     trainer = make(ppo_epochs=1, mini_batch_size=2)
     assert len(step(trainer)['ppo/policy/ratio']) == 4 * 5
     trainer.config.ppo_epochs, trainer.config.cliprange = 3, 0.05
     assert len(step(trainer)['ppo/policy/ratio']) == 3 * 4 * 5
     assert trainer.inner.config.eps_clip == 0.05
-    trainer.config.batch_size = 2  # a last batch that is smaller
+    trainer.config.batch_size = 2  # a smaller last batch
     responses = trainer.generate(QUERIES[:2], return_prompt=False, max_new_tokens=5, **SAMPLED)
     stats = trainer.step(QUERIES[:2], responses, [torch.tensor(1.0)] * 2)
     assert len(stats['objective/kl_dist']) == 2

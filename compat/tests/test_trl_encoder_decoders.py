@@ -1,5 +1,5 @@
-"""TRL's classic PPO on encoder-decoders: `AutoModelForSeq2SeqLMWithValueHead`, whose responses begin with the start
-token, on a loop as TRL's examples write it."""
+"""TRL's classic PPO on encoder-decoders, with `AutoModelForSeq2SeqLMWithValueHead` and responses that begin with the
+start token, in a loop as in TRL's examples."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_max_length_counts_the_start_token(tmp_path: Path) -> None:
 
 
 def later_ppo(folder: Path, response_length: int) -> ppo_train.PPOTrainer:
-    """On prompts of up to 8 ids."""
+    """Returns a trainer on prompts of up to 8 ids."""
     return ppo_train.PPOTrainer(
         args=PPOConfig(
             output_dir=str(folder),
@@ -153,7 +153,7 @@ def test_records_are_cut_to_the_positions_after_the_start_token(tmp_path: Path) 
 
 def test_the_later_ppo_trainer_reads_no_weights_before_data_and_sizes_are_right(tmp_path: Path) -> None:
     tiny_causal_lm('t5').save_pretrained(tmp_path / 'base')
-    (tmp_path / 'base' / 'model.safetensors').write_bytes(b'')  # which no loader reads
+    (tmp_path / 'base' / 'model.safetensors').write_bytes(b'')  # not readable
 
     def trainer(row: dict[str, Any], **sizes: int) -> None:
         ppo_train.PPOTrainer(
@@ -168,5 +168,5 @@ def test_the_later_ppo_trainer_reads_no_weights_before_data_and_sizes_are_right(
         trainer({'prompt': 5})
     with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=7'):
         trainer({'prompt': 'ab'}, per_device_train_batch_size=2, num_mini_batches=7)
-    with pytest.raises(ValueError, match='a damaged safetensors file'):  # where nothing else is wrong
+    with pytest.raises(ValueError, match='a damaged safetensors file'):  # the only error left
         trainer({'prompt': 'ab'})

@@ -1,4 +1,4 @@
-"""`TextEnvironment`: what a tool answers, and what of an episode counts."""
+"""Tests of `TextEnvironment`: outputs of tools, and the mask of an episode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatgpt_compat.trl.environment import TextEnvironment, TextHistory
 
 
 class Characters:
-    """A tokenizer: one id for each character."""
+    """A tokenizer with one id per character."""
 
     pad_token_id, eos_token = 0, chr(1)
 
@@ -27,8 +27,8 @@ class Characters:
         return [self.decode(row) for row in rows]
 
 
-class Writes:
-    """A model that writes the given texts in turn, one for each row of a batch."""
+class ScriptedModel:
+    """A model that generates the given texts in turn, one for each row of a batch."""
 
     device = 'cpu'
 
@@ -63,11 +63,11 @@ def rewards(texts: list[str], answers: list[str]) -> list[torch.Tensor]:
 def environment(*texts: str, **options: Any) -> TextEnvironment:
     tokenizer = Characters()
     model: Any = SimpleNamespace(pretrained_model=SimpleNamespace(device='cpu'))
-    model.generate = Writes(tokenizer, *texts).generate
+    model.generate = ScriptedModel(tokenizer, *texts).generate
     return TextEnvironment(model, tokenizer, {'Add': Add()}, rewards, 'Sum. ', **options)
 
 
-def test_a_call_is_answered_and_only_what_the_model_wrote_counts():
+def test_a_tool_is_called_and_only_generated_tokens_count():
     env = environment('<request><Add>1+2<call>', 'is 3<submit>')
     queries, responses, masks, scores, histories = env.run(['1+2?'], answers=['3'])
     decode = env.tokenizer.decode
@@ -77,7 +77,7 @@ def test_a_call_is_answered_and_only_what_the_model_wrote_counts():
     assert scores == [torch.tensor(1.0)] and histories[0].completed and not histories[0].truncated
 
 
-def test_what_follows_a_stop_in_a_batch_is_left_out():
+def test_tokens_after_a_stop_are_dropped():
     env = environment('4<submit>', 'a longer answer, 5<submit>')
     _, responses, masks, scores, _ = env.run(['a', 'bcd'], answers=['4', '4'])
     assert [env.tokenizer.decode(r) for r in responses] == ['4<submit>', 'a longer answer, 5<submit>']
@@ -92,7 +92,7 @@ def test_what_follows_a_stop_in_a_batch_is_left_out():
         ('<request>none<call>', 'Unknown tool call: <request>none<call>'),
     ],
 )
-def test_calls_that_fail_are_answered(call, answer):
+def test_failed_calls_get_a_response(call, answer):
     env = environment(call, '<submit>')
     *_, histories = env.run(['q'], answers=[''])
     assert answer in histories[0].text

@@ -1,4 +1,4 @@
-"""Arguments of TRL 0.12 to 1.12: each is honoured, or named in an error or a warning."""
+"""Arguments of TRL 0.12 to 1.12: each has its effect, or is named in an error or a warning."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt_compat.peft import lora_arguments
 from chatgpt_compat.trl import arguments, pairs, ppo_train, scripts, sft
 from chatgpt_compat.trl.arguments import check_given
-from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 from chatgpt_compat.trl.offline import plan_of
 from chatgpt_compat.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 TABLES = {
-    'PPOConfig': (PPOConfig, FATES['second']),
-    'DPOConfig': (pairs.DPOConfig, pairs.DPOTrainer.FATES),
-    'SFTConfig': (sft.SFTConfig, sft.SFTTrainer.FATES),
-    'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.FATES),
+    'PPOConfig': (PPOConfig, UNSUPPORTED['second']),
+    'DPOConfig': (pairs.DPOConfig, pairs.DPOTrainer.UNSUPPORTED),
+    'SFTConfig': (sft.SFTConfig, sft.SFTTrainer.UNSUPPORTED),
+    'RewardConfig': (pairs.RewardConfig, pairs.RewardTrainer.UNSUPPORTED),
 }
 ODD = 'something else'
-"""a value that is no argument's default"""
+"""a value that is not the default of any argument"""
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small policy with its tokenizer."""
+    """The folder of a small policy with its tokenizer."""
     path = tmp_path_factory.mktemp('model')
     torch.manual_seed(0)
     GPTActor(config=demo_world.demo_config()).save_pretrained(path, tokenizer=demo_world.demo_tokenizer())
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize('name', TABLES)
-def test_what_cannot_be_honoured_is_named(name):
+def test_unsupported_arguments_are_named(name):
     config_class, table = TABLES[name]
     fields = {f.name for f in dataclasses.fields(config_class)}
     kinds = set()
@@ -62,13 +62,14 @@ def test_what_cannot_be_honoured_is_named(name):
 
 def test_an_argument_given_at_its_default_is_given():
     with pytest.warns(UserWarning, match='DPOConfig: ddp_timeout=1800 has no effect here'):
-        check_given(pairs.DPOConfig('out', ddp_timeout=1800), pairs.DPOTrainer.FATES)
+        check_given(pairs.DPOConfig('out', ddp_timeout=1800), pairs.DPOTrainer.UNSUPPORTED)
     (parsed,) = HfArgumentParser(pairs.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        check_given(parsed, pairs.DPOTrainer.FATES)  # of a command line every field is passed
+        check_given(parsed, pairs.DPOTrainer.UNSUPPORTED)  # a command-line parser passes every field
         check_given(
-            pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), pairs.DPOTrainer.FATES
+            pairs.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0),
+            pairs.DPOTrainer.UNSUPPORTED,
         )
 
 
@@ -90,7 +91,7 @@ def test_a_command_line_is_read_into_each_config(name, tmp_path):
         ({'bf16': True, 'fp16': True}, 'bf16=True and fp16=True'),
     ],
 )
-def test_values_that_are_not_served(given, text):
+def test_unsupported_values(given, text):
     with pytest.raises(ValueError, match=text):
         arguments.check_choices(pairs.DPOConfig(**given))
 
@@ -108,7 +109,7 @@ def test_the_losses_are_the_same_list_everywhere(folder):
     with pytest.raises(ValueError, match="loss_type='apo_zero' is not served here; use one of sigmoid, hinge, robust$"):
         pairs.DPOTrainer(str(folder), args=pairs.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
     for name in ('use_weighting', 'loss_weights', 'ld_alpha'):
-        assert 'sigmoid, hinge, robust' in pairs.DPOTrainer.FATES[name].note
+        assert 'sigmoid, hinge, robust' in pairs.DPOTrainer.UNSUPPORTED[name].note
 
 
 def test_an_unknown_argument_names_the_nearest():
@@ -182,7 +183,7 @@ def test_which_token_ends_a_response():
         ({'args': PPOConfig(output_dir='x', response_length=99)}, "passes the policy's context of 64"),
     ],
 )
-def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
+def test_unsupported_calls_of_ppo(folder, tmp_path, given, text):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -309,7 +310,7 @@ def test_which_tokens_count_in_sft(folder):
     assert counted({'text': 'one day a cat went', 'id': 3}) == [*cat[1:], *went, *end]
 
 
-def test_what_a_formatting_function_may_be(folder):
+def test_kinds_of_formatting_functions(folder):
     tokenizer, row = AutoTokenizer.from_pretrained(folder), {'a': 'a cat', 'b': 'went'}
 
     def text(formatting_func: Any) -> str:
@@ -331,7 +332,7 @@ ONE_STEP = {'max_steps': 1, 'save_strategy': 'no'}
 
 @pytest.mark.parametrize('trainer', ['DPOTrainer', 'SFTTrainer', 'RewardTrainer'])
 def test_options_of_loading_from_a_command_line(trainer, folder, tmp_path):
-    """They are a text there, in JSON."""
+    """There they are a text in JSON."""
     module = sft if trainer == 'SFTTrainer' else pairs
     config_class = getattr(module, trainer.replace('Trainer', 'Config'))
 
@@ -494,7 +495,7 @@ def test_rank_stabilised_lora_scales_by_the_root():
 
 
 class Plain:
-    """A tokenizer whose template writes `role: content` and a line break."""
+    """A tokenizer with a template that renders `role: content` and a line break."""
 
     chat_template = 'there is one'
 
@@ -543,7 +544,7 @@ def test_the_simple_template(folder):
 
 
 def test_a_peft_model_is_merged_for_dpo() -> None:
-    """As TRL merges it where a new adapter is to come, and as the reference."""
+    """A PEFT model is merged before a new adapter and as the reference, as in TRL."""
     from peft import LoraConfig, get_peft_model
 
     base = tiny_causal_lm('gpt2')

@@ -1,7 +1,7 @@
-"""Numbers of TRL 1.12.0, recorded by `compat/benchmarks/compat_trl.py numbers`: PPO, DPO, SFT, reward models.
+"""Compares PPO, DPO, SFT and reward models with numbers of TRL 1.12.0 for the same weights, prompts and responses,
+recorded by `compat/benchmarks/compat_trl.py numbers`.
 
-The same weights, prompts and responses; no TRL is needed here. Where TRL's own faults would enter (padding in means,
-the end of a response), the inputs are equally long, or only what they do not touch is compared.
+To exclude TRL's errors (padding in means, ends of responses), inputs have equal lengths, or fewer numbers are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope='module')
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(the programs with our names, their cases, folders of the models)."""
+    """Returns (the programs with our names, their cases, folders of the models)."""
     sys.path.insert(0, str(PEERS))
     try:
         import compat_recent_ours

@@ -1,4 +1,4 @@
-"""Scripts written for TRL 0.12 to 1.12 run with `trl` served by this library, and do what they say."""
+"""Scripts for TRL 0.12 to 1.12, run unchanged with `trl` served by this library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PPO_KEYS = {
     'epoch',
     'step',
 }
-"""what TRL 1.12 logs for each update"""
+"""keys that TRL 1.12 logs for each update"""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope='module')
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's policy, untrained, the same weights in every run."""
+    """The folder of the demo's untrained policy, with the same weights in every run."""
     folder = tmp_path_factory.mktemp('model')
     torch.manual_seed(0)
     GPTActor(config=demo_world.demo_config()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
@@ -63,7 +63,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reward_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A sequence classifier with one label over the policy's trunk."""
+    """The folder of a sequence classifier with one label on the policy's trunk."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     model.config.pad_token_id = AutoTokenizer.from_pretrained(model_folder).pad_token_id
@@ -72,15 +72,15 @@ def reward_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def rows_in(folder: Path, **splits: list[dict[str, Any]]) -> Path:
-    """A folder that `load_dataset` reads."""
+    """Writes a folder for `load_dataset`."""
     folder.mkdir()
     for split, rows in splits.items():
         Path(folder, f'{split}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return folder
 
 
-def play(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: Any) -> dict[str, Any]:
-    """Run a program; its variables."""
+def run_program(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: Any) -> dict[str, Any]:
+    """Runs a program and returns its globals."""
     torch.manual_seed(0)
     monkeypatch.setattr(sys, 'argv', [name, *map(str, arguments)])
     with serving():
@@ -89,7 +89,7 @@ def play(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: Any) -> dict[st
 
 def test_ppo_of_four_folders_with_end_token_and_penalty(monkeypatch, model_folder, reward_folder, tmp_path):
     data = rows_in(tmp_path / 'prompts', train=demo_world.demo_prompts(20))
-    found = play(
+    found = run_program(
         monkeypatch, 'ppo_reward_folder.py',
         '--dataset_name', data, '--output_dir', tmp_path / 'out', '--model_name_or_path', model_folder,
         '--sft_model_path', model_folder, '--reward_model_path', reward_folder, '--learning_rate', '1e-3',
@@ -118,7 +118,7 @@ def test_ppo_of_four_folders_with_end_token_and_penalty(monkeypatch, model_folde
 
 
 def test_a_stop_token_ends_responses_and_the_penalty_is_subtracted(monkeypatch, model_folder, tmp_path):
-    found = play(monkeypatch, 'ppo_stop_token.py', model_folder, tmp_path / 'out')
+    found = run_program(monkeypatch, 'ppo_stop_token.py', model_folder, tmp_path / 'out')
     trainer, tokenizer = found['trainer'], found['tokenizer']
     stop, end = tokenizer.convert_tokens_to_ids('.'), tokenizer.eos_token_id
     experiences = trainer.inner.last_experiences
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_responses_and_the_penalty_is_subtracted(monkeypatch, 
 
 
 def test_a_value_model_of_its_own_and_a_callback(monkeypatch, model_folder, reward_folder, tmp_path):
-    found = play(monkeypatch, 'ppo_value_model.py', model_folder, reward_folder, tmp_path / 'out')
+    found = run_program(monkeypatch, 'ppo_value_model.py', model_folder, reward_folder, tmp_path / 'out')
     trainer = found['trainer']
     assert trainer.args.batch_size == 8 and trainer.args.mini_batch_size == 4 and trainer.args.num_total_batches == 4
     assert trainer.state.global_step == 2  # the callback ended a run of four
@@ -153,7 +153,7 @@ def test_a_value_model_of_its_own_and_a_callback(monkeypatch, model_folder, rewa
 
 
 def test_adapters_are_trained_and_saved_as_peft_reads_them(monkeypatch, model_folder, reward_folder, tmp_path):
-    found = play(monkeypatch, 'ppo_peft.py', model_folder, reward_folder, tmp_path / 'out')
+    found = run_program(monkeypatch, 'ppo_peft.py', model_folder, reward_folder, tmp_path / 'out')
     trainer = found['trainer']
     assert trainer.is_peft_model and trainer.ref_model is None
     assert (tmp_path / 'out' / 'adapter_model.safetensors').is_file()
@@ -165,7 +165,7 @@ def test_adapters_are_trained_and_saved_as_peft_reads_them(monkeypatch, model_fo
 
 
 def test_completions_follow_the_reward(monkeypatch, model_folder, reward_folder, tmp_path):
-    found = play(monkeypatch, 'generate_completions.py', model_folder, reward_folder, tmp_path / 'out')
+    found = run_program(monkeypatch, 'generate_completions.py', model_folder, reward_folder, tmp_path / 'out')
     before, after = found['before'], found['after']
     assert len(before) == len(after) == 3 and len(found['few']) == 2
     for row in after:
@@ -177,7 +177,7 @@ def test_completions_follow_the_reward(monkeypatch, model_folder, reward_folder,
 
 def test_names_of_both_eras_in_one_config(monkeypatch, model_folder, reward_folder, tmp_path):
     with pytest.warns(UserWarning, match='target_kl=0.2'):
-        found = play(monkeypatch, 'ppo_mixed_names.py', model_folder, reward_folder, tmp_path / 'out')
+        found = run_program(monkeypatch, 'ppo_mixed_names.py', model_folder, reward_folder, tmp_path / 'out')
     config = found['trainer'].inner.config
     assert (config.experience_batch_size, config.train_batch_size, config.max_epochs) == (8, 4, 3)
     assert (config.kl_coef, config.eps_clip, config.kl_target) == (0.3, 0.1, None)
@@ -195,7 +195,7 @@ def test_dpo_prefers_what_was_chosen(monkeypatch, model_folder, tmp_path, adapte
     data = rows_in(tmp_path / 'pairs', train=rows[:16], test=rows[16:])
     settings = tmp_path / 'dpo.yaml'
     settings.write_text('learning_rate: 3.0e-3\nbeta: 0.3\nper_device_train_batch_size: 4\nlogging_steps: 2\n')
-    found = play(
+    found = run_program(
         monkeypatch, 'dpo.py', '--config', settings,
         '--dataset_name', data, '--model_name_or_path', model_folder, '--output_dir', tmp_path / 'out',
         '--num_train_epochs', '3', '--eval_strategy', 'steps', '--eval_steps', '6', '--save_strategy', 'no',
@@ -219,7 +219,7 @@ def test_dpo_prefers_what_was_chosen(monkeypatch, model_folder, tmp_path, adapte
 def test_sft_four_ways(monkeypatch, model_folder, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        found = play(monkeypatch, 'sft.py', model_folder, tmp_path / 'out')
+        found = run_program(monkeypatch, 'sft.py', model_folder, tmp_path / 'out')
     for name in ('packed', 'completions', 'chat', 'written'):
         losses = [line['loss'] for line in found[name].state.log_history if 'loss' in line]
         assert len(losses) == 3 and losses[-1] < losses[0], name
@@ -240,7 +240,7 @@ def test_sft_four_ways(monkeypatch, model_folder, tmp_path):
 def test_a_reward_model_learns_and_transformers_reads_it(monkeypatch, model_folder, tmp_path):
     rows = demo_world.demo_preferences(40)
     data = rows_in(tmp_path / 'pairs', train=rows[:32], test=rows[32:])
-    found = play(monkeypatch, 'reward_modeling.py', model_folder, data, tmp_path / 'out')
+    found = run_program(monkeypatch, 'reward_modeling.py', model_folder, data, tmp_path / 'out')
     for name in ('full', 'adapted'):
         trainer = found[name]
         evaluated = [line for line in trainer.state.log_history if 'eval_accuracy' in line]

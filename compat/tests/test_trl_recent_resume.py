@@ -1,4 +1,4 @@
-"""`train(resume_from_checkpoint=True)` of TRL's later trainers goes on as if nothing had happened."""
+"""A run resumed by `train(resume_from_checkpoint=True)` of TRL's later trainers equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatgpt_compat.trl.ppo_train import PPOTrainer
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small policy with its tokenizer."""
+    """The folder of a small policy with its tokenizer."""
     path = tmp_path_factory.mktemp('model')
     torch.manual_seed(0)
     GPTActor(config=demo_world.demo_config()).save_pretrained(path, tokenizer=demo_world.demo_tokenizer())
@@ -68,7 +68,7 @@ def dpo(folder: Path, out: Path, callbacks: list[Any]) -> DPOTrainer:
 
 
 @pytest.mark.parametrize('make', [ppo, dpo])
-def test_a_run_goes_on_where_it_stopped(folder, tmp_path, make):
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, tmp_path, make):
     whole = make(folder, tmp_path / 'whole', [])
     whole.train()
     stopped = make(folder, tmp_path / 'stopped', [StopAfterTwo])

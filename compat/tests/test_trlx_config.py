@@ -1,4 +1,4 @@
-"""trlX's config objects: both eras, what a typo is, and what every field comes to."""
+"""trlX's config objects: files of both eras, errors for typos, and the conversion of every field."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_defaults_are_trlx_s():
         default_nemo_2b_config()
 
 
-# ---------------------------------------------------------------------- what fields come to
+# ---------------------------------------------------------------------- conversion of fields
 
 
 def test_every_name_field_and_statistic_is_on_a_page():
@@ -139,7 +139,7 @@ def test_every_name_field_and_statistic_is_on_a_page():
         ({'train.seq_length': 40}, 'leaves no token for a prompt'),
     ],
 )
-def test_what_is_not_served_is_refused_before_anything_is_loaded(names, message):
+def test_unsupported_fields_are_errors_before_anything_is_loaded(names, message):
     chosen = TRLConfig.update(default_ppo_config(), {'model.model_path': '/nowhere', **names})
     with pytest.raises(ValueError, match=message):
         trlx.train(reward_fn=lambda samples, **_: [0.0], prompts=['a'], config=chosen)
@@ -154,14 +154,14 @@ def test_what_is_not_served_is_refused_before_anything_is_loaded(names, message)
         ({'samples': ['a'], 'rewards': [1.0], 'config': default_sft_config()}, 'does not learn from rewards'),
     ],
 )
-def test_train_says_what_it_needs(given, message):
+def test_mistakes_in_the_arguments_of_train(given, message):
     with pytest.raises(ValueError, match=message):
         trlx.train(**given)
 
 
 @pytest.mark.parametrize('name', ['cosine_annealing', 'rising cosine_annealing', 'linear'])
 def test_learning_rates_are_torch_s(name):
-    """Against torch's own schedulers, step by step. Scripts also let the rate rise: an `eta_min` above it."""
+    """Compares with torch's schedulers step by step, also for a rising rate (`eta_min` above it)."""
     end, name = (5e-3 if 'rising' in name else 2e-4), name.removeprefix('rising ')
     kwargs = (
         {'T_max': 8, 'eta_min': end}
@@ -171,7 +171,7 @@ def test_learning_rates_are_torch_s(name):
     chosen = default_sft_config()
     chosen.optimizer.kwargs['lr'] = 1e-3
     chosen.scheduler = config.SchedulerConfig(name, kwargs)
-    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}  # which never ends
+    assert settings.schedule_of(default_ppo_config()) == {'lr_schedule': 'constant'}  # a cosine longer than any run
     ours = settings.schedule_of(chosen)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
@@ -228,8 +228,8 @@ def sample(text, *, reason='length', columns=None, prompt='p '):
     )
 
 
-class Alone:
-    """One process, as a scorer sees it."""
+class OneProcess:
+    """A strategy of one process, with the methods that a scorer calls."""
 
     def all_gather_object(self, value):
         return [value]
@@ -239,7 +239,7 @@ class Alone:
 
 
 def called(function):
-    """`function` as a reward of prompt 'a' and output 'b'."""
+    """Calls `function` as a reward of prompt 'a' and output 'b' and returns its result."""
     seen = []
 
     @functools.wraps(function)
@@ -248,7 +248,7 @@ def called(function):
         return [0.0]
 
     given = sample('b', prompt='a', columns={'label': 3})
-    RewardFunction(noted, char_tokenizer()).score([given], Alone())
+    RewardFunction(noted, char_tokenizer()).score([given], OneProcess())
     return seen[0]
 
 
@@ -265,19 +265,19 @@ def test_functions_are_called_as_in_every_version():
 
 def test_scores_are_clipped_and_fitted_to_the_tokens():
     score = RewardFunction(lambda samples, **_: [[5.0, 1.0]], char_tokenizer(), clip=2.0, divisor=4.0)
-    torch.testing.assert_close(score.score([sample('abc')], Alone())[0], torch.tensor([0.5, 0.25, 0.0]))
+    torch.testing.assert_close(score.score([sample('abc')], OneProcess())[0], torch.tensor([0.5, 0.25, 0.0]))
     longer = RewardFunction(lambda samples, **_: [torch.tensor([1.0, 2.0, 3.0])], char_tokenizer())
-    torch.testing.assert_close(longer.score([sample('ab')], Alone())[0], torch.tensor([1.0, 5.0]))
+    torch.testing.assert_close(longer.score([sample('ab')], OneProcess())[0], torch.tensor([1.0, 5.0]))
     single = RewardFunction(lambda samples, **_: torch.tensor([[7.0]]), char_tokenizer(), clip=3.0)
-    assert single.score([sample('ab')], Alone()) == [3.0]
+    assert single.score([sample('ab')], OneProcess()) == [3.0]
 
 
 def test_outputs_end_with_the_end_token_where_they_ended():
     seen = []
     score = RewardFunction(lambda outputs, **_: seen.append(outputs) or [0.0], char_tokenizer())
-    score.score([sample('ab ', reason='stop')], Alone())
-    score.score([sample('ab ')], Alone())
-    assert seen == [['ab<eos>'], ['ab ']]  # a response cut by a stop sequence loses the blanks before it
+    score.score([sample('ab ', reason='stop')], OneProcess())
+    score.score([sample('ab ')], OneProcess())
+    assert seen == [['ab<eos>'], ['ab ']]  # blanks before a stop sequence are stripped
 
 
 def test_one_number_stands_for_every_sample():
@@ -285,7 +285,7 @@ def test_one_number_stands_for_every_sample():
     assert found(samples=['a', 'b'], prompts=['', ''], outputs=['a', 'b']) == {'all': [2.0, 2.0], 'each': [1.0, 3.0]}
 
 
-def test_prompts_keep_their_owner_s_dicts():
+def test_prompts_do_not_change_the_given_dicts():
     tokenizer, mine = char_tokenizer(), [{'prompt': 'abcdef', 'label': 3}]
     tokenizer.truncation_side = 'left'
     made = PromptPipeline(mine, 2, tokenizer)
@@ -309,7 +309,7 @@ def test_a_pipeline_of_padded_ids_loses_its_padding():
             return 3
 
     found = [prompt.ids.tolist() for prompt in prompts_of(Padded(), char_tokenizer())]
-    assert found == [[5, 6], [7], [1]]  # nothing but padding becomes the begin token
+    assert found == [[5, 6], [7], [1]]  # a row of padding becomes the begin token
 
 
 def test_statistics_from_hand():

@@ -1,5 +1,5 @@
-"""trlX programs on encoder-decoders (`model_arch_type='seq2seq'`), whole: sentiments by PPO and ILQL on a T5, summaries
-by PPO on a Flan-T5, and what is refused."""
+"""Whole trlX programs on encoder-decoders (`model_arch_type='seq2seq'`): sentiments by PPO and ILQL on a T5, summaries
+by PPO on a Flan-T5, and errors for unsupported settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIGHLIGHTS = {'summarize: the cat sat on it': 'cat', 'summarize: a dog ran off':
 
 @pytest.fixture
 def trlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package, importable by its name, in an empty folder."""
+    """The package `trlx`, imported by its name in an empty folder."""
     monkeypatch.chdir(tmp_path)
     with serving():
         yield importlib.import_module('trlx')
@@ -71,7 +71,7 @@ def test_sentiments_by_ppo_on_a_t5_with_hydra(trlx):
     samples, prompts, outputs = seen[0]
     assert set(prompts) <= set(REVIEWS)  # without special tokens
     assert samples == [f'{p}<sep>{o}' for p, o in zip(prompts, outputs, strict=True)]
-    assert all(e.prompt_ids[-1] == 2 for e in trainer.store)  # which the encoder reads all the same
+    assert all(e.prompt_ids[-1] == 2 for e in trainer.store)  # the encoder reads them, too
     phases = lines('metrics.jsonl')
     assert phases[0]['ppo/first_ratio_error'] < 1e-5 and abs(phases[0]['rollout/kl_mean']) < 1e-4
     before = dict(AutoModelForSeq2SeqLM.from_pretrained('t5').named_parameters())
@@ -95,7 +95,7 @@ def test_summaries_by_ppo_on_a_flan_t5(trlx):
 
     prompts = [{'prompt': text, 'highlights': words} for text, words in HIGHLIGHTS.items()]
     trainer = trlx.train(reward_fn=reward_fn, prompts=prompts, eval_prompts=prompts[:2], config=config)
-    assert max(e.num_actions for e in trainer.store) <= 7  # of max_length=8 the start token is one
+    assert max(e.num_actions for e in trainer.store) <= 7  # max_length=8 includes the start token
     phases = lines('metrics.jsonl')
     assert len(phases) == 2 and phases[0]['ppo/first_ratio_error'] < 1e-5 and abs(phases[0]['rollout/kl_mean']) < 1e-4
 

@@ -1,5 +1,5 @@
-"""Rollouts, losses and gradients from trlX's config objects, against what trlX 0.7's own code gave for the same
-weights, prompts, responses and scores (trlx_numbers.json, written by compat/benchmarks/compat_trlx.py)."""
+"""Compares rollouts, losses and gradients from trlX's config objects with those of trlX 0.7 for the same weights,
+prompts, responses and scores (trlx_numbers.json, written by compat/benchmarks/compat_trlx.py)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_within_1e_5_of_trlx(ours, name):
     assert is_padded(name) or 'gradients' in found
 
 
-def test_a_planted_fault_is_seen(ours):
-    """Negative control: other rewards, one gradient with its sign turned."""
+def test_a_planted_fault_is_found(ours):
+    """Negative control: other rewards, and one gradient with a flipped sign."""
     found = deepcopy(ours['ppo'])
     found['lists']['rewards'][0][-1] += 1e-3
     name, (norm, product, wave) = next((k, v) for k, v in found['gradients'].items() if 'mlp.c_fc.weight' in k)
@@ -45,18 +45,18 @@ def test_a_planted_fault_is_seen(ours):
 
 
 def test_the_reference_agrees_at_initialisation(ours):
-    """trlX's reference leaves the first block out where all layers are trained."""
+    """trlX's reference lacks the first block if all layers are trained."""
     assert ours['ppo']['reference_error_at_initialisation'] == 0.0
     assert THEIRS['ppo']['reference_error_at_initialisation'] > 1.0
 
 
-def test_the_score_stands_on_the_last_token_and_not_behind_it(ours):
-    """trlX puts it on padding where a response is shorter than the longest of its chunk."""
+def test_the_score_is_at_the_last_token(ours):
+    """trlX puts it on padding if a response is shorter than the longest of its chunk."""
     name = 'ppo, unequal lengths, running'
     for text, mine, theirs in zip(
         UNEQUAL, ours[name]['lists']['rewards'], THEIRS[name]['lists']['rewards'], strict=True
     ):
-        assert len(mine) == len(text) + 1  # and the end token
+        assert len(mine) == len(text) + 1  # with the end token
         longest = {' yes': False, ' nobody at': True, ' we': False, ' it is': True}[text]
         if longest:
             assert theirs == pytest.approx(mine, abs=1e-5)

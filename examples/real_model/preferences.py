@@ -1,11 +1,11 @@
-"""Preferences of people, on a real model: a reward model and DPO from pairs of answers, and PPO with that reward.
+"""Human preferences on a real model: a reward model and DPO from pairs of responses, and PPO with that reward model.
 
     python examples/real_model/preferences.py PAIRS.jsonl [--out outputs/preferences] [--pretrain NAME_OR_FOLDER]
 
-PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs that are longer than
---longest tokens are left out, a fifth of the others (100 at most) is held out. Learning rates, passes of DPO and PPO
-and the weight of the KL are the defaults. Prints a table and leaves it in --out, with the folders and report.html of
-the runs. To judge answers yourself:
+PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs longer than --longest tokens
+are dropped, and a fifth of the others (at most 100) is held out. Learning rates, epochs of DPO and PPO and the KL
+coefficient are the defaults. Prints a table and writes it to --out, with the folders and report.html of the runs. To
+judge responses yourself:
 
     chatgpt-rlhf compare --model outputs/preferences/model --model outputs/preferences/dpo/actor \\
         --prompts outputs/preferences/prompts_held_out.jsonl --db judged.sqlite
@@ -30,7 +30,7 @@ RESPONSES = ['--max_new_tokens=48']
 
 
 def as_turns(dialogue: str) -> list[dict[str, str]]:
-    """The turns of '\\n\\nHuman: ... \\n\\nAssistant: ...', as the data of Bai et al. 2022 has them."""
+    """Returns the turns of '\\n\\nHuman: ... \\n\\nAssistant: ...', the format of Bai et al. 2022."""
     turns = []
     for part in dialogue.split('\n\n'):
         speaker, colon, text = part.partition(':')
@@ -43,7 +43,7 @@ def as_turns(dialogue: str) -> list[dict[str, str]]:
 
 
 def rows_of(path: Path, tokenizer: Any, longest: int, most: int) -> list[dict[str, Any]]:
-    """Rows of prompt, chosen and rejected as chats, of at most so many tokens, in a fixed random order."""
+    """Returns rows of prompt, chosen and rejected as chats of at most `longest` tokens, in a fixed random order."""
     rows = []
     for example in load_examples(str(path), skip_bad_records=True):
         prompt = example.prompt
@@ -62,8 +62,8 @@ def rows_of(path: Path, tokenizer: Any, longest: int, most: int) -> list[dict[st
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/preferences')
     parser.add_argument('pairs', type=Path)
-    parser.add_argument('--longest', type=int, default=192, help='tokens of the longest conversation that is used')
-    parser.add_argument('--most', type=int, default=700, help='number of pairs that are used')
+    parser.add_argument('--longest', type=int, default=192, help='maximum tokens of a conversation')
+    parser.add_argument('--most', type=int, default=700, help='maximum number of pairs')
     parser.add_argument('--no_ppo', action='store_true', help='only the reward model and DPO')
     args = parser.parse_args()
     task = Task('preferences', args)

@@ -1,4 +1,4 @@
-"""What the tasks of this folder share: commands in processes of their own, and the table of what they reached."""
+"""Tools of the tasks in this folder: commands in child processes, and the table of their results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def task_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
 
 
 def command(*words: str) -> dict[str, float]:
-    """Runs `chatgpt-rlhf` with these words. Returns its minutes, CPU minutes, and GiB at the peak."""
+    """Runs `chatgpt-rlhf` with these arguments. Returns its minutes, CPU minutes and peak GiB."""
     print('\n$ chatgpt-rlhf', shlex.join(words), flush=True)
     begun = time.monotonic()
     child = os.posix_spawn(sys.executable, [sys.executable, '-m', 'chatgpt', *words], os.environ)
     try:
         _, status, used = os.wait4(child, 0)
-    except KeyboardInterrupt:  # the child gets it too, and saves
+    except KeyboardInterrupt:  # the child receives it too, and saves
         os.waitpid(child, 0)
         raise
     if status:
@@ -45,9 +45,9 @@ def command(*words: str) -> dict[str, float]:
 
 
 class Task:
-    """The runs of one task in one folder, which all start from one model.
+    """The runs of a task in one folder, all from the same model.
 
-    `rows` is the table; `curves` holds, by run, held-out scores and KL by phase, each a list of (phase, number).
+    `rows` is the table; `curves` maps a run to held-out scores and KL, each a list of (phase, number).
     """
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
@@ -66,13 +66,13 @@ class Task:
         return self.path(name)
 
     def answers(self, model: str, name: str, prompts: str, *words: str) -> list[dict[str, Any]]:
-        """The model's likeliest responses to a file of prompts, with their scores."""
+        """Returns the model's greedy responses to a file of prompts, with their scores."""
         command('evaluate', model, prompts, *words, '--output', self.path(f'answers_{name}.jsonl'))
         return [json.loads(line) for line in (self.out / f'answers_{name}.jsonl').read_text().splitlines()]
 
     def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = 'score_mean') -> str:
-        """One run, whose held-out `eval/<metric>` becomes a row of the table. Returns the folder of its model. A run
-        that has ended in this folder is not repeated."""
+        """Trains a run, adds its held-out `eval/<metric>` to the table, and returns the folder of its model. A complete
+        run is not repeated."""
         folder, found = self.out / run, self.out / run / 'used.json'
         if not found.is_file():
             place = ['--save_path', str(folder), f'--seed={self.seed}', '--checkpoint_minutes=0']
@@ -89,7 +89,7 @@ class Task:
         return str(folder / ('reward_model' if method == 'reward-model' else 'actor'))
 
     def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
-        """Prints the table and six samples of each model; leaves them in results.json and table.txt."""
+        """Prints the table and six samples of each model, and writes them to results.json and table.txt."""
         lines = Path(prompts).read_text().splitlines()[:6]
         six = self.write('six.jsonl', [json.loads(line) for line in lines])
         answers = {name: self.answers(model, name, six, *words) for name, model in models.items()}

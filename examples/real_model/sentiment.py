@@ -1,11 +1,11 @@
-"""Sentiment, on a real model: a classifier of movie reviews is the reward, and SmolLM2 learns to continue reviews in a
-friendly way.
+"""Sentiment on a real model: the reward is a classifier of movie reviews, and SmolLM2 learns to continue them
+positively.
 
     python examples/real_model/sentiment.py REVIEWS.jsonl [--out outputs/sentiment] [--pretrain NAME_OR_FOLDER]
 
-REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model learns from 1,500 of them; PPO and GRPO start
-from the model as it is, with the first five words of other reviews as prompts. Learning rates, passes and the weight of
-the KL are the defaults. Prints a table and leaves it in --out, with the folders and report.html of the runs.
+REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model is trained on 1,500 of them; PPO and GRPO
+start from the original model, with the first five words of other reviews as prompts. Learning rates, epochs and the KL
+coefficient are the defaults. Prints a table and writes it to --out, with the folders and report.html of the runs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ METHODS = {
     'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
     'ppo_all': ('ppo', ['--experience_batch_size=64']),
 }
-"""64 responses a phase, 8 phases. The upper eight of thirty layers learn, or adapters, or all weights of the policy and
-of a critic of its own"""
+"""64 responses per phase, 8 phases. Trained are the top eight of thirty layers, or adapters, or all weights of the
+policy and a separate critic"""
 
 
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/sentiment')
     parser.add_argument('reviews', type=Path)
-    parser.add_argument('--runs', nargs='+', choices=list(METHODS), default=list(METHODS), help='which to make')
+    parser.add_argument('--runs', nargs='+', choices=list(METHODS), default=list(METHODS), help='runs to make')
     parser.add_argument('--reward_model', help='folder of a reward model, instead of training one')
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.reviews.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""gpu_check.py: its budgets, and a rehearsal on the CPU."""
+"""gpu_check.py: time budgets, and a run at tiny sizes on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPSTREAM = ('zero1', 'zero2_cpu', 'gemini_cpu')
 
 
 @pytest.mark.system
-def test_the_rehearsal_on_a_cpu(tmp_path):
+def test_a_run_on_a_cpu(tmp_path):
     names = ['device', 'tests', 'decode-gpt2', 'decode-qwen2', 'ppo-s', 'trunk-7b', 'ddp', 'fsdp_cpu', 'capacity']
     names += ['trl-1.12', *UPSTREAM, 'compiled-blocks']
     script = str(ROOT / 'benchmarks' / 'gpu_check.py')
@@ -28,7 +28,7 @@ def test_the_rehearsal_on_a_cpu(tmp_path):
     assert content['device_type'] == content['machine']['device_type'] == 'cpu'
     parts = {p['name']: p for p in content['parts']}
     assert parts['trl-1.12']['reason'] == 'WHEELS=folder has no folder trl_ppo of its wheels'
-    for name in ('trl-1.12', 'trunk-7b', *UPSTREAM):  # packages that need not be there
+    for name in ('trl-1.12', 'trunk-7b', *UPSTREAM):  # optional packages
         if parts[name]['status'] == 'left out':
             del parts[name]
     results = {name: p['result'] for name, p in parts.items()}

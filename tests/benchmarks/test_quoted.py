@@ -1,4 +1,4 @@
-"""quoted.py: numbers of README, guides and pages of results are those of the JSON files."""
+"""quoted.py: numbers of README, guides and pages of results equal those of the JSON files."""
 
 from __future__ import annotations
 

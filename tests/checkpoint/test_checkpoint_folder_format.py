@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is written is read, whatever ranges; what is damaged, partial or malicious is refused by
+"""Checkpoint folders: tensors are read back in any ranges; damaged, partial and malicious folders are refused by
 name."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 
 def edit(folder, change):
-    """Change the manifest and write it back, with a checksum that is right."""
+    """Changes the manifest and writes it back with a correct checksum."""
     manifest = json.loads((folder / 'manifest.json').read_text())
     change(manifest)
     (folder / 'manifest.json').write_text(json.dumps(with_checksum(manifest)))
@@ -61,7 +61,7 @@ def test_whole_tensors_meta_and_state(folder):
 
 @pytest.mark.parametrize('max_file_bytes', [1, 16, 50, 1 << 20])
 def test_any_range_of_any_cut(tmp_path, max_file_bytes):
-    """Pieces cut anywhere, in any order, in files of any size: every range reads the same."""
+    """Pieces are cut anywhere, in any order, in files of any size; every range reads the same."""
     values = torch.arange(23, dtype=torch.float32)
     cuts = [0, 1, 5, 6, 14, 23]
     pieces = [Piece('x', (23,), a, b, values[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -140,7 +140,7 @@ def test_every_flipped_bit_of_a_manifest_is_seen(folder):
         damaged = whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]
         (folder / 'manifest.json').write_bytes(damaged)
         try:
-            same = json.loads(damaged) == content  # one white space for another
+            same = json.loads(damaged) == content  # one white space replaced by another
         except ValueError:
             same = False
         if not same:
@@ -207,7 +207,7 @@ def test_a_file_that_does_not_hold_what_the_manifest_says(folder):
 
 
 def on_two_ranks(act):
-    """act(rank, all_gather_object) in a thread for each rank; exceptions, or None."""
+    """Calls act(rank, all_gather_object) in a thread per rank; returns their exceptions, or None."""
     box, barrier = [None, None], threading.Barrier(2)
 
     def run(rank):
@@ -228,7 +228,7 @@ def on_two_ranks(act):
 
 
 def halves(rank):
-    """Rank 0 holds the first 18 elements of the 35, rank 1 the rest; rank 1 the step."""
+    """Returns the pieces of a rank: rank 0 has the first 18 of 35 elements, rank 1 the rest and the step."""
     flat = TENSORS['weight'].view(-1)
     cut = [(0, 18), (18, 35)][rank]
     yield Piece('weight', (5, 7), *cut, flat[slice(*cut)])
@@ -270,7 +270,7 @@ def test_ranks_that_do_not_fit_together(tmp_path):
 
 
 def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    """The n-th fsync of rank 1, or of rank 0, fails: every rank learns the reason, nothing but the old checkpoint is
+    """The n-th fsync of rank 1, or of rank 0, fails: every rank raises the reason, and only the old checkpoint is
     left."""
     folder = tmp_path / 'c'
     write_checkpoint(folder, {'': pieces_of({'old': torch.ones(1)})})
@@ -296,7 +296,7 @@ def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatc
 
         errors = on_two_ranks(act)
         monkeypatch.setattr(os, 'fsync', real)
-        assert sorted(drained) == [0, 1]  # a rank that failed went on, so that the others are not left waiting
+        assert sorted(drained) == [0, 1]  # a rank that failed continues, so that the others do not wait for it
         if errors == [None, None]:
             break
         failures += 1
@@ -325,7 +325,7 @@ def test_an_iterator_that_raises_and_an_interruption_leave_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_speaks_only_of_checkpoints_that_there_are(tmp_path):
+def test_a_failure_names_only_existing_checkpoints(tmp_path):
     def fails(folder):
         with pytest.raises(CheckpointError) as error:
             write_checkpoint(folder, {'': iter([Piece('x', (3,), 0, 3, torch.zeros(2))])})

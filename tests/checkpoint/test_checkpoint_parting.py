@@ -1,4 +1,4 @@
-"""Two checkpoints by their tensors, whatever pieces they are stored in; the hash of the weights by hand."""
+"""Comparison of two checkpoints by their tensors, in any layout of pieces; the hash of the weights by hand."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_first_element_that_differs(tmp_path, monkeypatch, block):
     other = tensors()
     other['actor/']['weight'][1, 2] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
     other['actor/']['weight'][1, 1] = 9.0
-    other['actor_optim/']['weight/exp_avg'][0, 1] = -0.0  # the same number, not the same bits
-    other['rng/0/']['torch'] += 1  # every rank has its own: does not count
+    other['actor_optim/']['weight/exp_avg'][0, 1] = -0.0  # an equal number with other bits
+    other['rng/0/']['torch'] += 1  # each rank has its own, so it is not compared
     a, b = written(tmp_path / 'a', tensors()), written(tmp_path / 'b', other, sharded=True)
     assert compare_checkpoints(a, b) == TensorDifference('actor/weight', (1, 1), (4.0, 9.0), elements=2, tensors=2)
     assert weights_hash(a) != weights_hash(b)
@@ -65,7 +65,7 @@ def test_the_first_element_that_differs(tmp_path, monkeypatch, block):
     found = compare_checkpoints(a, c)
     assert found == TensorDifference('actor_optim/weight/exp_avg', (0, 1), (0.0, 0.0), 1, 1)
     assert str(found.values[1]) == '-0.0'
-    assert weights_hash(a) == weights_hash(c)  # of weights alone
+    assert weights_hash(a) == weights_hash(c)  # the hash covers weights only
 
 
 def test_names_shapes_and_numbers_without_a_shape(tmp_path):

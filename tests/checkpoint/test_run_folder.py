@@ -1,4 +1,4 @@
-"""A run's folder: names, retention, leftovers of killed processes, the lock."""
+"""The run folder: names, retention, files of killed processes, the lock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_retention(tmp_path):
         write(tmp_path, step, score=score)
     assert score_of(tmp_path / 'step-00000002') == 9.0 and score_of(tmp_path / 'step-00000003') is None
     assert prune(tmp_path) == [] and steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    # the last two, and the best two of all: 9.0 twice, the later before the earlier
+    # the last two, and the best two of all: of equal scores, 9.0, the later first
     assert [step_of(p) for p in prune(tmp_path, keep_last=2, keep_best=2)] == [1, 3]
     assert steps(tmp_path) == [2, 4, 5, 6]
     prune(tmp_path, keep_last=1, keep_best=1)
@@ -82,7 +82,7 @@ def test_recover(tmp_path):
     os.rename(step_folder(tmp_path, 1), temporary_of(step_folder(tmp_path, 1)))
     os.rename(step_folder(tmp_path, 3), backup_of(step_folder(tmp_path, 3)))
     temporary_of(step_folder(tmp_path, 5)).mkdir()
-    os.rename(write(tmp_path, 6), backup_of(step_folder(tmp_path, 4)))  # replaced, but the old one not yet removed
+    os.rename(write(tmp_path, 6), backup_of(step_folder(tmp_path, 4)))  # replaced, with the old one not yet removed
     (tmp_path / '.hidden.txt').write_text('mine')
     removed = recover(tmp_path)
     assert sorted(p.name for p in removed) == ['.step-00000001.tmp', '.step-00000004.old', '.step-00000005.tmp']
@@ -93,8 +93,8 @@ def test_recover(tmp_path):
 
 def test_two_runs_cannot_write_one_folder(tmp_path):
     with claim_folder(tmp_path / 'run'):
-        told = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
-        with pytest.raises(CheckpointError, match=told):
+        message = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
+        with pytest.raises(CheckpointError, match=message):
             claim_folder(tmp_path / 'run')
     claim_folder(tmp_path / 'run').release()
 
@@ -108,14 +108,14 @@ def save_for_ever(root: Path, ready: Any) -> None:
         while True:
             step += 1
             tensors = {f't{i}': torch.full((300,), float(step)) for i in range(5)}
-            for _ in range(2):  # the second replaces the first
+            for _ in range(2):  # the second write replaces the first
                 write_checkpoint(step_folder(root, step), {'': pieces_of(tensors)}, max_file_bytes=2000)
             prune(root, keep_last=2)
 
 
 def test_killed_at_random_moments(tmp_path):
-    """After every SIGKILL each checkpoint that is listed is whole, and at most the one being written is lost. The claim
-    of the folder ends with its process, and not before."""
+    """After every SIGKILL each listed checkpoint is complete, and at most the one being written is lost. The lock of
+    the folder ends with its process."""
     rng = random.Random()
     before = 0
     fork = multiprocessing.get_context('fork')

@@ -299,4 +299,4 @@ def test_a_summary_by_hand(tmp_path):
         assert '11 of 12 judgements, of 6 pairs by Anna (5), Ben (6); 1 skipped' in shown
         assert 'B wins against A in 70.8%' in shown and '6 won, 2 lost, 2 ties, 1 both bad' in shown
         assert 'Krippendorff α 0.182' in shown
-        assert '1 of 7 pairs have equal answers' in shown
+        assert '1 of 7 pairs have equal responses' in shown

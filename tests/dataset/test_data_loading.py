@@ -1,4 +1,4 @@
-"""The loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and warnings and
+"""Loaders of examples and prompts: sample files, skipping, splits, order, conversion of shapes, and the warnings and
 errors about truncated rows, equal pairs, rows of another kind and reserved column names."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_sample_file(path, tokenizer):
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
     path, good = tmp_path / 'a.jsonl', '{"prompt": "p", "chosen": "c", "rejected": "r"}\n'
     path.write_text(good + good.replace('"r"', '""') + '{"x": 1}\nno\n')
-    assert len(load_examples(path, max_examples=1)) == 1  # the bad records are not reached
+    assert len(load_examples(path, max_examples=1)) == 1  # loading stops before the bad records
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty\. Bad records'):
         load_examples(path)
     found = load_examples(path, skip_bad_records=True)
@@ -383,7 +383,7 @@ def test_order_is_without_replacement_and_depends_on_seed_and_epoch_only():
         assert sorted(draws[50 * epoch : 50 * epoch + 50]) == list(range(50))
     assert PromptOrder(1, seed=3)[7] == 0
     order = PromptOrder(50, seed=3)
-    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # the draw's number is the only state
+    assert [order[i] for i in reversed(range(150))] == draws[::-1]  # the index of a draw is the only state
     assert draws[:50] != draws[50:100] and draws[:50] != [PromptOrder(50, seed=4)[i] for i in range(50)]
     assert draws[:50] != list(range(50))
 
@@ -408,7 +408,7 @@ def test_check_tokenizer(tokenizer):
 
 
 def test_tasks_without_text_have_no_facts():
-    """An environment writes its tasks: one empty prompt is neither a small data set nor a repetition."""
+    """An environment writes its tasks, so one empty prompt is neither a small data set nor a repetition."""
     nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
     assert PromptSet([nothing, nothing]).facts() == {}
     assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2

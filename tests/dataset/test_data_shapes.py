@@ -100,7 +100,7 @@ def test_shape(name):
 
 
 def test_hh_prompt_ends_at_the_last_shared_turn_of_the_assistant():
-    """The first letters of both responses are the same, but belong to the responses."""
+    """Both responses begin with the same letters, which belong to the responses."""
     found = to_example({'chosen': HH + ' see you', 'rejected': HH + ' see me'})
     assert found.prompt == HH and found.responses == (' see you', ' see me')
     # one response is a prefix of the other

@@ -49,7 +49,7 @@ def test_the_tokenizer_of_a_model_folder_knows_its_model(tmp_path):
     assert noted == {'t5': True, 'gpt2': False, 'alone': False}
 
 
-def test_language_codes_stand_where_the_tokenizer_puts_them():
+def test_language_codes_are_where_the_tokenizer_puts_them():
     tokenizer = tokenizer_of('t5')
     # mBART's form: the end token and a language after the source
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -88,7 +88,7 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
             (record,), _ = load_demonstrations(rows, tokenizer, max_length=4)
         assert (record.prompt_ids.tolist(), record.response_ids.tolist()) == (prompt, response)
         assert load_prompts([{'prompt': 'abcd'}], tokenizer, max_prompt_tokens=4)[0].ids.tolist() == prompt
-    # 5 tokens of prompt and 9 of response: 14 together, but neither side is longer than 9
+    # 5 prompt and 9 response tokens: 14 in all, but neither side exceeds 9
     whole, _ = load_demonstrations(rows, tokenizer_of('t5'), max_length=9)
     assert torch.equal(whole[0].response_ids[-1:], torch.tensor([END]))
     with pytest.raises(ValueError, match='5 tokens of prompt and 9 of response, one of them more than max_length=8'):
@@ -96,8 +96,8 @@ def test_the_limit_is_of_each_side_and_special_tokens_stay():
 
 
 class TwoLanguages:
-    """A tokenizer with another tokenization of targets, like Marian's: each letter has the next id, after the token of
-    the language, if one is set."""
+    """A tokenizer that encodes targets differently, like Marian's: each letter has the next id, after the language's
+    token if one is set."""
 
     eos_token_id, bos_token_id, eos_token, all_special_ids, chat_template = END, None, '<eos>', (END,), None
     added_tokens_decoder, calls, tgt_lang = {}, 0, None
@@ -122,7 +122,7 @@ def test_responses_are_cut_as_the_target_language():
     assert frame(tokenizer) == ([], [END], [])
     before = tokenizer.calls
     frame(tokenizer)
-    assert tokenizer.calls == before  # computed once
+    assert tokenizer.calls == before  # computed once for a language
     for language in (40, 41):  # and again for another language
         tokenizer.tgt_lang = language
         assert frame(tokenizer) == ([], [END], [language])

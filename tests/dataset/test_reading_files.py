@@ -1,4 +1,4 @@
-"""Bytes to records: every kind of file, irregular files, and error messages."""
+"""Reading records from every kind of file, irregular files, and error messages."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_sources_without_data(tmp_path, source, reason):
             read(write(tmp_path / source[0], source[1]))
     else:
         with pytest.raises(ValueError, match=f'^{reason}$'):
-            read(source) if source == [] else read_records(source)  # before the first record
+            read(source) if source == [] else read_records(source)  # raises before the first record
 
 
 def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):

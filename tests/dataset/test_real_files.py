@@ -1,4 +1,4 @@
-"""Published files with their irregularities, if a checkout has them."""
+"""Published files with their irregularities; skipped in a checkout without them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_their_contents():
     assert [e.label for e in reviews] == [1, 0] and reviews[1].response.startswith('director chris eyre')
 
 
-def test_an_answer_that_is_empty_is_named_and_left_out_on_request():
+def test_an_empty_answer_is_named_and_skipped_on_request():
     with pytest.raises(BadRecordError, match='line 87: answer 1 of 2 is empty'):
         load_examples(SHARED / 'hh_harmless_half.jsonl')
     assert len(load_examples(SHARED / 'hh_harmless_half.jsonl', skip_bad_records=True)) == 1152

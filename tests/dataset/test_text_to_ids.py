@@ -51,15 +51,15 @@ def with_begin():
 
 
 def beginning():
-    """Returns a tokenizer that adds the begin token by itself, like Llama's."""
+    """Returns a tokenizer that adds the begin token itself, like Llama's."""
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', BOS)])
     return tokenizer
 
 
 def merging_tokenizer():
-    """Returns a tokenizer with byte-pair merges 'ab' = 3 and 'bc' = 4 over letters a, b, c = 0, 1, 2: a response can
-    change the prompt's last token."""
+    """Returns a tokenizer with byte-pair merges 'ab' = 3 and 'bc' = 4 over letters a, b, c = 0, 1, 2, so that a
+    response can change the prompt's last token."""
     vocab = {'a': 0, 'b': 1, 'c': 2, 'ab': 3, 'bc': 4, '<eos>': 5}
     model = models.BPE(vocab=vocab, merges=[('a', 'b'), ('b', 'c')])
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token='<eos>')
@@ -88,7 +88,7 @@ def test_prompt_response_and_end_token(plain):
     assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c<eos>'), plain)) == 'abc$'
 
 
-def test_a_begin_token_stands_where_the_tokenizer_puts_one(with_begin):
+def test_a_begin_token_is_where_the_tokenizer_puts_one(with_begin):
     assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c'), with_begin)) == '^abc$'
     assert tokenize_prompt(PromptExample(prompt='ab'), with_begin).ids.tolist() == [BOS, *ids('ab')]
 
@@ -274,7 +274,7 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     tokenizer = make(name)
     assert tokenizer.chat_template is None
     (record,), _ = load_demonstrations([{'messages': TURNS}], tokenizer)
-    assert tokenizer.chat_template is None  # a user's tokenizer does not change
+    assert tokenizer.chat_template is None  # the user's tokenizer is unchanged
     save_tokenizer(tokenizer, tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path)
     seen = record.prompt_ids.tolist() + record.response_ids.tolist()
@@ -282,10 +282,10 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
     rendered = saved.apply_chat_template(TURNS[:2], add_generation_prompt=True, return_dict=False)
     assert record.prompt_ids.tolist() == rendered == load_prompts([{'prompt': TURNS[:2]}], make(name))[0].ids.tolist()
     later = saved.apply_chat_template(TURNS[:4], add_generation_prompt=True, return_dict=False)
-    assert seen[: len(later)] == later  # a chat formats a second question as in training
+    assert seen[: len(later)] == later  # a chat formats the second question as in training
     learned = [t for t, m in zip(record.response_ids.tolist(), record.response_mask.tolist(), strict=True) if m]
     assert learned.count(tokenizer.eos_token_id) == 3 and learned[-1] == tokenizer.eos_token_id
-    # negative control: plain text of the same words has other ids
+    # negative control: plain text with the same words has other ids
     assert seen != saved(''.join(turn['content'] for turn in TURNS))['input_ids']
 
 
@@ -305,7 +305,7 @@ def test_a_tokenizer_keeps_its_own_template_and_plain_text_gives_none():
 
 
 def test_chatml_with_another_end_token_does_not_train_the_newline():
-    """A turn counts up to <|im_end|>; at the end the tokenizer's end token follows it instead of the newline."""
+    """A turn counts up to <|im_end|>; the last is followed by the tokenizer's end token and not the newline."""
     tokenizer = chatml()
     talk = Demonstration(prompt=(U('q'),), response=(A('one'), U('more'), A('two')))
     found = tokenize_demonstration(talk, tokenizer)

@@ -1,4 +1,4 @@
-"""The doctor during a run: what it prints, writes and remembers, and the same findings from the folder afterwards."""
+"""The doctor during a run: printed, written and resumed findings, and the same findings from the folder afterwards."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every check on a history with a planted fault, and on one without: findings and their phases; and runs that log the
-metrics of the checks."""
+"""Every check on metrics with and without a planted fault: findings and their phases; runs log the metrics of the
+checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
-from doctor_faults import FAULTS, GROUPS, Company, good_share, key_of, learned_by_heart, online, reward_model
+from doctor_faults import FAULTS, GROUPS, BatchSizeReward, good_share, key_of, memorised, online, reward_model
 
 from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
 from chatgpt.monitor.doctor.diagnosis import explanations
@@ -66,7 +66,7 @@ def found(phases: int, numbers: dict[str, Any], **about: Any) -> list[Finding]:
 
 
 class Case(NamedTuple):
-    """Metrics that differ from the healthy run's, with and without the fault, and the phase of the finding."""
+    """Metrics with and without the fault, as changes of the healthy run's, and the phase of the finding."""
 
     planted: dict[str, Any]
     without: dict[str, Any] = {}
@@ -269,7 +269,7 @@ CASES |= {
     ),
     'length-drifts, of turns': Case(
         {'rollout/response_len_mean': after(6, 40.0, 20.0), 'environment/observation_share': after(6, 0.4, 0.7)},
-        # Half as many turns of the same length, as of a better policy.
+        # Half as many turns of the same length, as with a better policy.
         {'rollout/response_len_mean': after(6, 60.0, 20.0), 'environment/num_turns_mean': after(6, 9.0, 3.0)},
         step=8,
         base=EPISODES,
@@ -281,14 +281,14 @@ CASES |= {
 
 
 def test_episodes_are_not_taken_for_responses_that_went_wrong():
-    """Turns of one token, no end tokens, most out of turns, one prompt for all tasks: no fault in an environment."""
+    """Turns of one token, no end tokens, mostly exhausted turns, one prompt: no faults in an environment."""
     about = {'data': {'prompts': 4, 'distinct': 1, 'cut': 0}, 'generation': {'max_new_tokens': 256}}
     assert found(30, EPISODES, **about) == []
     short = {'rollout/response_len_mean': 2.0, 'environment/num_turns_mean': 2.0, 'environment/observation_share': 0.0}
     for more in (
         short | {'rollout/ended_share': 1.0},
         {'rollout/ended_share': 0.0, 'environment/end_turns_share': 1.0},
-        {'rollout/repetition_across': after(6, 0.9, 0.2)},  # all say 'up' where up is right
+        {'rollout/repetition_across': after(6, 0.9, 0.2)},  # all respond 'up' where up is right
     ):
         assert found(30, EPISODES | more, **about) == []
         # Negative control: without an environment the same numbers are findings.
@@ -317,7 +317,7 @@ def test_a_planted_fault_is_found_when_it_begins_and_not_without_it(name):
     assert [(f.key, f.step) for f in findings if f.key == key] == [(key, case.step)]
     (finding,) = [f for f in findings if f.key == key]
     assert finding.level in ('error', 'warning', 'note')
-    assert any(c.isdigit() for c in finding.evidence)  # in numbers
+    assert any(c.isdigit() for c in finding.evidence)  # evidence has numbers
     assert finding.title and finding.cause and finding.change and finding.more.endswith(f'--explain {key}')
     assert '\n' not in finding.line() and 'nan' not in finding.line()
     without = found(
@@ -347,7 +347,7 @@ def test_noise_is_no_finding(noise):
     assert [f.key for f in found(600, HEALTHY | noisy, num_phases=600)] == []
 
 
-def test_what_is_not_a_number_is_left_out():
+def test_values_that_are_not_numbers_are_ignored():
     rows = metrics(30, HEALTHY)
     for row in rows[::2]:
         row |= {'ppo/entropy': None, 'rollout/kl_mean': float('nan'), 'ppo/explained_variance': float('-inf')}
@@ -377,11 +377,11 @@ def test_the_rule_for_learning_rates_goes_through_the_published_points():
 
 
 def test_the_trainers_log_what_the_checks_look_at(tmp_path):
-    """A check of a metric that is not logged would never find anything."""
-    online(tmp_path / 'ppo', phases=2, reward=Company(good_share))
+    """A check of a metric that is not logged could never find a fault."""
+    online(tmp_path / 'ppo', phases=2, reward=BatchSizeReward(good_share))
     online(tmp_path / 'grpo', phases=1, **GROUPS)
     reward_model(tmp_path / 'rm', 1e-3)
-    learned_by_heart(tmp_path / 'sft')
+    memorised(tmp_path / 'sft')
     logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'sft')}
     assert HEALTHY.keys() | {'rollout/rescore_error'} <= logged['ppo']
     assert 'rollout/equal_groups_share' in logged['grpo']
@@ -392,7 +392,7 @@ SHORT = 'reward-model-disagrees', 'few-prompts', 'duplicate-prompts', 'cut-promp
 
 
 @pytest.mark.parametrize('name', SHORT)
-def test_a_run_with_a_fault_is_diagnosed_on_the_way_and_afterwards_and_without_it_is_not(name, tmp_path):
+def test_a_run_with_a_fault_is_diagnosed_during_and_after_it_and_one_without_is_not(name, tmp_path):
     for number, make in enumerate((FAULTS[name].planted, FAULTS[name].without)):
         make(tmp_path / str(number))
         run = RunFolder(tmp_path / str(number))

@@ -15,7 +15,7 @@ pytest.register_assert_rewrite('example_script')
 
 @pytest.fixture(scope='session')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of every shape, a model and a reward model."""
+    """Returns a folder with files of every shape, a model and a reward model."""
     from example_script import write_rows
 
     folder = tmp_path_factory.mktemp('data')

@@ -1,4 +1,4 @@
-"""The examples in this process and in others."""
+"""Tools that run the examples in this process and in others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REWARD = ['--reward_fn', f'{ROOT}/examples/rewards.py:joy']
 
 
 def loaded(name: str) -> Any:
-    """The module of an example."""
+    """Imports an example."""
     spec = importlib.util.spec_from_file_location(name, ROOT / 'examples' / f'{name}.py')
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +34,7 @@ def loaded(name: str) -> Any:
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    """An example's main with these flags, in this process."""
+    """Runs an example's main with these flags in this process."""
     main = loaded(name).main
     monkeypatch.setattr(sys, 'argv', [name, *flags])
     run_main(main)
@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
 def error_of(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 2
 ) -> str:
-    """The one line that a wrong command line ends with; nothing else may be on stderr."""
+    """Returns the error of a wrong command line, which must be the only line on stderr."""
     with pytest.raises(SystemExit) as stop:
         script(name, monkeypatch, *flags)
     assert stop.value.code == code
@@ -70,7 +70,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def start(folder: Path, model: Path, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
-    """train_prompts.py in a process, or under torchrun."""
+    """Starts train_prompts.py in a process, or under torchrun."""
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
     launcher = f'-m torch.distributed.run --standalone --nproc_per_node {ranks}'.split() if ranks > 1 else []
     own = f'{ROOT}/examples/train_prompts.py --pretrain {model} --save_path {folder}'.split()
@@ -79,7 +79,7 @@ def start(folder: Path, model: Path, *flags: str, ranks: int = 1) -> subprocess.
 
 
 def torchrun(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """An example on two processes."""
+    """Runs an example on two processes under torchrun."""
     launcher = f'-m torch.distributed.run --nproc-per-node=2 --master-port={free_port()}'.split()
     command = [sys.executable, *launcher, f'{ROOT}/examples/{name}.py', *flags]
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}

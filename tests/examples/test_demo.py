@@ -1,5 +1,5 @@
-"""The demo: on a budget of seconds it leaves what it promises; whole (slow) it wins and does not repeat itself. The
-loop with people in it, with judges that know the truth."""
+"""The demo: a short run writes its files; the whole run (slow) wins and does not repeat itself. The loop with people,
+with simulated judges."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tm
 
 @pytest.mark.slow
 def test_the_whole_demo_wins_and_does_not_repeat_itself(demo, tmp_path):
-    """Margins: 600 stories leave a standard error of 0.004 within and 0.005 across; three of the difference of two."""
+    """Margins are three standard errors of a difference: with 600 stories each has 0.004 within and 0.005 across."""
     demo.train(tmp_path, seed=0)
     numbers, _ = demo.compare(tmp_path, num_prompts=600)
     assert numbers['win_rate'] > 0.9
@@ -69,7 +69,7 @@ def loop(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.system
-def test_the_new_policy_wins_and_a_second_start_goes_on(tmp_path):
+def test_the_new_policy_wins_and_a_second_start_resumes(tmp_path):
     done = loop('--simulated', '--out', str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = re.findall(r'(\S+) wins against (\S+) in ([\d.]+)% \(95 % interval ([\d.]+)%', done.stdout)

@@ -1,5 +1,5 @@
-"""Every script of examples/ under torchrun with two processes and every strategy; some of them in the ordinary suite,
-all of them slow."""
+"""Every script of examples/ under torchrun with two processes and every strategy; a few in the ordinary suite, all of
+them marked slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPTS = {
 
 
 def check(script: str, strategy: str, data: Path, out: Path) -> None:
-    """It ends well, and what it promises to leave behind is there."""
+    """Runs a script; it must succeed and write its documented files."""
     if strategy.startswith('colossalai') and importlib.util.find_spec('colossalai') is None:
         pytest.skip('colossalai is not installed: pip install -r requirements-colossalai.txt')
     flags = [f'--strategy={strategy}', *SCRIPTS[script].format(data=data, out=out).split()]

@@ -1,4 +1,4 @@
-"""examples/inference.py and train_dummy.py as their users run them, and a chat in the format that training saved."""
+"""examples/inference.py and train_dummy.py from the command line, and a chat in the format of training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from chatgpt.testing import byte_tokenizer, tiny_config
 
 
 def chat_with(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, said: str, *flags: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path, typed: str, *flags: str
 ) -> list[str]:
-    monkeypatch.setattr(sys, 'stdin', io.StringIO(said))
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(typed))
     script('inference', monkeypatch, '--pretrain', str(data / 'base'), '--seed=3', *flags)
     return capsys.readouterr().out.split('> ')[1:]
 
@@ -86,7 +86,7 @@ def test_an_adapter(monkeypatch, capsys, data, tmp_path):
     ],
 )
 def test_mistakes(monkeypatch, capsys, tmp_path, data, flags, message):
-    """Nothing is generated that could not be written."""
+    """A mistake ends the run before anything is generated."""
 
     def generate(self, *args, **options):
         raise AssertionError('it generated before the mistake was found')
@@ -129,7 +129,7 @@ TALK = [
 ]
 
 
-def test_a_chat_asks_as_training_did(tmp_path, monkeypatch, capsys):
+def test_a_chat_uses_the_format_of_training(tmp_path, monkeypatch, capsys):
     folder = tmp_path
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=256))
     actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())

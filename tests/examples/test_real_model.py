@@ -1,4 +1,4 @@
-"""examples/real_model: the model that is made from a wheel, and what its files and its reward are."""
+"""examples/real_model: the model converted from a wheel, the files of questions, the reward, and whole runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write_gguf(path, architecture):
 def refusal(source, folder):
     from model import find_model
 
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         find_model(str(source) if source else None, folder / 'out')
-    assert '\n' not in str(told.value) and not (folder / 'out').exists()
-    return str(told.value)
+    assert '\n' not in str(raised.value) and not (folder / 'out').exists()
+    return str(raised.value)
 
 
 def test_a_folder_or_a_name_is_taken_as_it_is(tmp_path):
@@ -43,7 +43,7 @@ def test_a_folder_or_a_name_is_taken_as_it_is(tmp_path):
     assert find_model('HuggingFaceTB/SmolLM2-135M-Instruct', tmp_path / 'out') == 'HuggingFaceTB/SmolLM2-135M-Instruct'
 
 
-def test_a_source_that_is_none_is_one_line(tmp_path, monkeypatch):
+def test_a_bad_source_is_a_one_line_error(tmp_path, monkeypatch):
     pytest.importorskip('gguf')
     write_gguf(tmp_path / 'other.gguf', 'qwen2')
     assert 'holds a model of architecture qwen2' in refusal(tmp_path / 'other.gguf', tmp_path)
@@ -64,11 +64,11 @@ def test_a_source_that_is_none_is_one_line(tmp_path, monkeypatch):
 def test_an_answer_is_right_by_its_last_number():
     from additions import right
 
-    said = ['17 + 25 = 42.', '42 = 17 + 25', 'It is 1,042.', 'forty-two', '17 + 25 = 43']
-    assert right(['?'] * 5, said, answer=[42, 42, 1042, 42, 42]) == [1.0, 0.0, 1.0, 0.0, 0.0]
+    responses = ['17 + 25 = 42.', '42 = 17 + 25', 'It is 1,042.', 'forty-two', '17 + 25 = 43']
+    assert right(['?'] * 5, responses, answer=[42, 42, 1042, 42, 42]) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def test_no_question_stands_in_two_files(tmp_path):
+def test_no_question_is_in_two_files(tmp_path):
     from additions import write_files
 
     write_files(tmp_path, seed=3)
@@ -118,14 +118,14 @@ def test_the_model_of_the_wheel_answers(tmp_path):
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     asked = [{'role': 'user', 'content': 'What is the capital of France?'}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors='pt')['input_ids']
-    said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-    assert tokenizer.decode(said, skip_special_tokens=True) == 'The capital of France is Paris.'
+    response = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert tokenizer.decode(response, skip_special_tokens=True) == 'The capital of France is Paris.'
     assert find_model(None, tmp_path / 'smollm2') == folder
 
 
 @pytest.mark.system
 def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
-    """SFT, PPO, GRPO and both evaluations in processes of their own; the table, the results and the samples."""
+    """Runs SFT, PPO, GRPO and both evaluations in child processes; checks the table, results and samples."""
     import additions
 
     start = tiny_chat_model(tmp_path / 'start')
@@ -136,14 +136,14 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(additions, 'METHODS', methods)
     out = tmp_path / 'out'
     found = results_of(additions, out, monkeypatch, '--pretrain', start)
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert [row['run'] for row in found['rows']] == ['as it is', 'sft', 'ppo', 'grpo']
     assert all(0 <= row['score'] <= 1 for row in found['rows'])
     assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('What is ')
     assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo'} and found['rows'][1]['score'] >= 0
     assert set(found['curves']) == {'sft', 'ppo', 'grpo'} and len(found['curves']['ppo']['kl']) == 1
-    assert (out / 'table.txt').read_text() in said and said.count('lr ') >= 3
+    assert (out / 'table.txt').read_text() in output and output.count('lr ') >= 3
 
 
 @pytest.mark.system
@@ -160,7 +160,7 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     assert [row['run'] for row in found['rows']] == ['reward_model', 'ppo', 'grpo']
     assert 0 <= found['rows'][0]['score'] <= 1 and all('before' in row for row in found['rows'])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
-    # what has ended is not run again
+    # a complete run is not repeated
     monkeypatch.setattr(sys.modules['runs'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
     monkeypatch.setattr('runs.command', lambda *words: pytest.fail(str(words)))
     again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')

@@ -1,5 +1,4 @@
-"""The public names that stay: the first users' script, as they wrote it, with a local folder in place of the hub's
-gpt2."""
+"""Public names stay: a script of the first users runs unchanged, with a local folder in place of the hub's gpt2."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def test_runs_as_written(strategy, world_size, tmp_path):
     if world_size == 1:
         assert run_snippet(strategy, str(tmp_path)) == 2
     else:
-        run_snippet('NaiveStrategy()', str(tmp_path))  # writes the model's folder before two processes want it
+        run_snippet('NaiveStrategy()', str(tmp_path))  # writes the model's folder before two processes load it
         assert run_distributed(run_snippet, world_size, strategy, str(tmp_path)) == [2, 2]
     weights = torch.load(tmp_path / 'actor.pt', weights_only=True)
     assert all(t.dtype == torch.float32 for t in weights.values())

@@ -1,4 +1,4 @@
-"""examples/train_prompts.py as its users run it: what a run leaves behind, in one process and in several."""
+"""examples/train_prompts.py from the command line: the files of a run, in one process and in several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, 
     shown = capsys.readouterr()
     assert 'learns to write stories first' in shown.out
     assert 'samples of phase 1' in shown.out
-    assert shown.err == ''  # no bars of libraries, no warnings
+    assert shown.err == ''  # no progress bars of libraries, no warnings
     folder = tmp_path / 'outputs' / 'train_prompts'
     line = metrics_of(folder)[0]
     assert {'step', 'rollout/score_mean', 'ppo/approx_kl', 'perf/collect_s', 'perf/learn_s'} <= line.keys()
@@ -61,7 +61,7 @@ def test_the_embedded_model_does_not_disturb_the_draws_around_it(tmp_path, monke
 def test_options_run(monkeypatch, tmp_path, model_folder, flags):
     run(monkeypatch, *QUICK, *f'--max_timesteps=1 --pretrain {model_folder} --save_path {tmp_path} {flags}'.split())
     weights, start = load_file(tmp_path / 'actor' / 'model.safetensors'), load_file(model_folder / 'model.safetensors')
-    assert weights.keys() == start.keys()  # adapters are folded in
+    assert weights.keys() == start.keys()  # adapters are merged
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert (tmp_path / 'critic_optim.pt').exists() == ('--need_optim_ckpt' in flags)
 
@@ -71,7 +71,7 @@ def test_ema_and_ptx(monkeypatch, tmp_path, model_folder):
     flags = f'--pretrain {model_folder} --ema_decay=0.9 --lora_rank=2 --lr=0.1 --save_path {tmp_path}/run'.split()
     flags += ['--ptx_data', f'{tmp_path}/text.txt', '--ptx_coef=0.5']
     run(monkeypatch, *flags, *QUICK, '--max_timesteps=1')
-    assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # an untrained model: about log of the vocabulary
+    assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # untrained: about the log of the vocabulary size
     folders = (model_folder, tmp_path / 'run' / 'actor_ema', tmp_path / 'run' / 'actor')
     start, average, end = (load_file(folder / 'model.safetensors') for folder in folders)
     moved = [n for n in start if (end[n] - start[n]).norm() > 0]
@@ -81,7 +81,7 @@ def test_ema_and_ptx(monkeypatch, tmp_path, model_folder):
 
 
 def left(folder: Path) -> tuple[list[dict[str, float]], bytes]:
-    """Metrics without times, and weights."""
+    """Returns the metrics without times, and the weights."""
     lines = [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(folder)]
     return lines, (folder / 'actor' / 'model.safetensors').read_bytes()
 
@@ -99,14 +99,14 @@ def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_fo
     flags = [*own, *QUICK, '--max_timesteps=4', '--update_timesteps=2']
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'here'))
     run(monkeypatch, *flags, '--rollout_workers=1', '--save_path', str(tmp_path / 'there'))
-    assert not ray.is_initialized()  # it ended with the run
+    assert not ray.is_initialized()  # Ray shuts down with the run
     for variable in set(os.environ) - before:
         del os.environ[variable]
     here, there = left(tmp_path / 'here'), left(tmp_path / 'there')
     assert here == there and len(here[0]) == 2
 
 
-def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path, model_folder):
+def test_resume_auto_continues_where_the_run_stopped(monkeypatch, capsys, tmp_path, model_folder):
     common = ['--pretrain', str(model_folder), *QUICK, '--lr=1e-3', '--checkpoint_interval=1', '--lora_rank=2']
     run(monkeypatch, *common, '--max_timesteps=3', '--save_path', str(tmp_path / 'whole'))
     stopped = [*common, '--save_path', str(tmp_path / 'stopped')]
@@ -139,14 +139,14 @@ def test_torchrun_ddp_is_the_same_run(monkeypatch, tmp_path, model_folder):
 
 
 @pytest.mark.system
-def test_torchrun_ends_all_ranks_with_the_first_ones_line(tmp_path, model_folder):
+def test_torchrun_ends_all_ranks_with_the_message_of_the_first(tmp_path, model_folder):
     (tmp_path / 'bad.py').write_text("def score(prompts, responses):\n    raise KeyError('x')\n")
     process = start(
         tmp_path / 'run', model_folder, '--strategy=ddp', '--reward_fn', f'{tmp_path / "bad.py"}:score', ranks=2
     )
     output, _ = process.communicate()
     assert process.returncode != 0
-    ours = output.split('torch/distributed/elastic')[0]  # what torchrun itself has to say comes after
+    ours = output.split('torch/distributed/elastic')[0]  # torchrun's own report follows
     assert "error: reward function score raised KeyError: 'x'" in ours
     assert 'Traceback' not in ours
 

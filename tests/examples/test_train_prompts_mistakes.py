@@ -1,4 +1,4 @@
-"""examples/train_prompts.py: one line for every mistake, where one can before any weight is touched."""
+"""examples/train_prompts.py: a one-line error for every mistake, before any weight is loaded where possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatgpt.nn.peft_format import export_peft
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """Fails when a weight is loaded or made."""
+    """Fails if a weight is loaded or made."""
     from chatgpt.launch import recipes
 
     def build_ppo_models(inputs):
@@ -66,7 +66,7 @@ def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flag
     given = flags.format(**places).split()
     error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'run'), *given)
     assert message in error
-    assert not (tmp_path / 'run').exists()  # it left nothing behind
+    assert not (tmp_path / 'run').exists()  # it wrote nothing
 
 
 @pytest.mark.usefixtures('no_weights')
@@ -122,9 +122,9 @@ def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, 
     )
     flags += [*REWARD, *QUICK, '--max_timesteps=1', '--save_path', str(tmp_path / 'run')]
     error = fails(monkeypatch, capsys, *flags)
-    assert f'{prompts}, line 5: ' in error  # without the flag the first one ends the run
+    assert f'{prompts}, line 5: ' in error  # without the flag the first bad record ends the run
     run(monkeypatch, *flags, '--skip_bad_records')
-    said = capsys.readouterr().out
-    assert f'{prompts}: 4 prompts, 2 bad ones left out ({prompts}, line 5: ' in said
-    assert f'{validation}: 1 eval prompts, 1 bad ones left out ({validation}, line 1: ' in said
-    assert f'{ptx}: 1 texts, 1 bad ones left out ({ptx}, line 2: ' in said
+    output = capsys.readouterr().out
+    assert f'{prompts}: 4 prompts, 2 bad ones left out ({prompts}, line 5: ' in output
+    assert f'{validation}: 1 eval prompts, 1 bad ones left out ({validation}, line 1: ' in output
+    assert f'{ptx}: 1 texts, 1 bad ones left out ({ptx}, line 2: ' in output

@@ -1,4 +1,4 @@
-"""train_sft.py, train_reward_model.py and train_preference.py as their users run them."""
+"""train_sft.py, train_reward_model.py and train_preference.py from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
         assert (tmp_path / 'outputs' / name / kind / 'config.json').is_file()
     assert capsys.readouterr().out.count('38 examples to learn from, 2 to evaluate on') == 3
     first = metrics_of(tmp_path / 'outputs' / 'train_preference')[0]['dpo/loss']
-    assert first == pytest.approx(0.6931, abs=1e-4)  # log 2: nothing moved yet
+    assert first == pytest.approx(0.6931, abs=1e-4)  # log 2 before the first update
 
 
 def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
@@ -38,7 +38,7 @@ def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('method', 'source', 'first_loss', 'more'),  # the policy is the reference: log 2, and 1 − σ(0)
+    ('method', 'source', 'first_loss', 'more'),  # the policy equals the reference: log 2, and 1 − σ(0)
     [('dpo', 'ranked', 0.6931, []), ('kto', 'ranked', 0.5, []), ('kto', 'labels', 0.5, ['--positive_label=pos'])],
 )
 def test_ranked_and_labelled_answers(monkeypatch, data, tmp_path, method, source, first_loss, more):

@@ -1,4 +1,4 @@
-"""A response as an engine hands it over."""
+"""A sample as an engine returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to experience: rewards by hand, references, masks, and nothing that depends on the micro-batches."""
+"""Experience from samples: rewards by hand, references, masks, and independence of the micro-batches."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
         expected = (-0.5 * kl).tolist()
         expected[-1] += score
         assert e.rewards.tolist() == pytest.approx(expected, abs=1e-6)
-        assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
-        # Negative control: a score on every token is another reward.
+        assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # from decoding, not recomputed
+        # Negative control: a score on every token gives other rewards.
         assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
     for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):  # no penalty
         assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
@@ -81,7 +81,7 @@ def test_full_kl_is_the_sum_over_the_vocabulary():
     assert (e.kl >= 0).all()
 
 
-def test_masked_tokens_get_no_reward_and_dense_scores_are_paid_token_by_token_and_not_twice():
+def test_masked_tokens_get_no_reward_and_dense_scores_are_given_per_token_and_not_twice():
     masked = sample(0, [5, 6, 7, 2], [True, True, False, False])
     e = make([3.0]).make([masked], kl_coef=0.0)[0]
     assert e.rewards.tolist() == [0.0, 3.0, 0.0, 0.0]  # the score goes to the last token that counts
@@ -103,7 +103,7 @@ def test_settings_of_the_score_reach_scores_per_token():
 
 @pytest.mark.parametrize('whiten', [False, True])
 @pytest.mark.parametrize('dense', [False, True])
-def test_a_response_without_a_token_that_counts_stands_in_its_groups_baseline_with_its_score(whiten, dense):
+def test_a_response_without_a_token_that_counts_is_in_its_groups_baseline_with_its_score(whiten, dense):
     scores: list[Any] = [[1.0, 2.0], 9.0] if dense else [3.0, 9.0]
     maker = make(scores, reference=False, whiten_rewards=whiten)
     config = PPOConfig(advantage_estimator='dr_grpo', num_samples_per_prompt=2)

@@ -1,4 +1,4 @@
-"""What gives a score: functions, models, pipelines, weighted lists; and what happens when they misbehave."""
+"""Scorers: functions, models, pipelines and weighted lists, and the errors of faulty ones."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_a_wrong_value_says_where_the_function_is_defined(strategy):
     for fn, line in ((counts, 'def counts(prompts, responses):'), (Counts(), 'class Counts:')):
         with pytest.raises(RewardValueError, match=f'; it is defined at {line_of(line)}$'):
             FunctionScorer(fn).score([make(7), make(8)], strategy)
-    with pytest.raises(RewardFunctionError) as told:  # which may pass the next time
+    with pytest.raises(RewardFunctionError) as raised:  # may pass on a retry
         FunctionScorer(lambda p, r: [float('nan')]).score([make(7)], strategy)
-    assert type(told.value) is RewardFunctionError
+    assert type(raised.value) is RewardFunctionError
 
 
 def leaves(prompts, responses):
@@ -122,13 +122,13 @@ async def leaves_later(prompts, responses):
     leaves(prompts, responses)
 
 
-class LeavesWithoutAWord:
+class LeavesSilently:
     def __call__(self, prompts, responses):
         raise SystemExit
 
 
 def line_of(text: str) -> str:
-    """file:line of a line of this file."""
+    """Returns file:line of a line of this file."""
     lines = Path(__file__).read_text().splitlines()
     return f'{__file__}:{next(i for i, line in enumerate(lines, 1) if line.strip() == text)}'
 
@@ -139,7 +139,7 @@ def line_of(text: str) -> str:
     [
         (leaves, 'leaves raised SystemExit: 3', 'sys.exit(3)'),
         (leaves_later, 'leaves_later raised SystemExit: 3', 'sys.exit(3)'),
-        (LeavesWithoutAWord(), 'LeavesWithoutAWord raised SystemExit', 'raise SystemExit'),
+        (LeavesSilently(), 'LeavesSilently raised SystemExit', 'raise SystemExit'),
         (raises, "raises raised KeyError: 'no such answer'", "raise KeyError('no such answer')"),
         (
             lambda p, r: [torch.zeros(2) @ torch.zeros(3)],
@@ -191,7 +191,7 @@ def test_all_calls_of_coroutines_share_a_loop_where_one_runs_already_too(strateg
 
 
 class LastId(nn.Module):
-    """Scores a sequence with its last real token id."""
+    """A model that scores a sequence with its last real token id."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return batch.input_ids.flatten()[batch.last_index].float()
@@ -212,7 +212,7 @@ def test_model_scores_do_not_depend_on_the_micro_batches(strategy):
 
 
 class Letters:
-    """A tokenizer of another kind than the policy's: one id per letter."""
+    """A tokenizer that differs from the policy's: one id per letter."""
 
     bos_token_id = None
     eos_token_id = 1
@@ -228,12 +228,11 @@ def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
 
     scores = RewardModelScorer(Total(), tokenizer=Letters()).score([make(0, 'ab'), make(1, 'c', ended=False)], strategy)
     prompt = sum(100 + ord(c) - ord('a') for c in 'prompt')
-    assert scores == [prompt + 100 + 101 + 1, prompt + 102]  # the end token only where the response ended
+    assert scores == [prompt + 100 + 101 + 1, prompt + 102]  # an end token only if the response ended
 
 
 def ended_twice() -> Any:
-    """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first
-    word."""
+    """Returns a tokenizer that adds a begin token, an end token, and a space before the first word of every text."""
     all_words = ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
     words = {w: i for i, w in enumerate(all_words)}
     tokenizer = Tokenizer(models.BPE(vocab=dict.fromkeys(words, 0) | {w: i for i, w in enumerate(words)}, merges=[]))
@@ -261,19 +260,19 @@ def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_tr
         ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
         trained = tokenize_demonstration(Demonstration(prompt=prompt, response=response), tokenizer)
         assert ids == [*trained.prompt_ids.tolist(), *trained.response_ids.tolist()]
-        assert ids[1:].count(tokenizer.eos_token_id) == 1  # the first may be a begin token that is the end token too
+        assert ids[1:].count(tokenizer.eos_token_id) == 1  # the first may be a begin token with the same id
         begin = [tokenizer.bos_token_id] if which != 'gpt2_tokenizer' else []
         if prompt == 'one day' and response.startswith(' '):
             whole = tokenizer(prompt + response, add_special_tokens=False)['input_ids']
-            assert ids == [*begin, *whole, tokenizer.eos_token_id]  # one text
-        # Negative control: the parts apart, each with what the tokenizer adds.
+            assert ids == [*begin, *whole, tokenizer.eos_token_id]  # tokenized as one text
+        # Negative control: the parts tokenized separately, each with special tokens.
         apart = [*tokenizer(prompt)['input_ids'], *tokenizer(response, add_special_tokens=False)['input_ids']]
         assert which != 'ends by itself' or ids != [*apart, tokenizer.eos_token_id]
     assert tokenize_again(prompt, response, False, tokenizer).response_ids[-1] != tokenizer.eos_token_id
 
 
 class FakePipeline:
-    """Answers like `transformers.pipeline('text-classification', top_k=None)`."""
+    """A fake of `transformers.pipeline('text-classification', top_k=None)`."""
 
     task = 'text-classification'
 
@@ -330,7 +329,7 @@ def exits(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def scored() -> tuple[list[float], str]:
-    """This rank's scores by a coroutine function, and what an exit came to."""
+    """Returns this rank's scores by a coroutine function, and the error of a function that exits."""
     with DDPStrategy(device='cpu') as strategy:
         samples = [sample(i, response_text='x' * i) for i in (strategy.rank, strategy.rank + 2)]
         numbers = [float(s) for _ in range(2) for s in FunctionScorer(lengths).score(samples, strategy)]
@@ -352,7 +351,7 @@ def test_on_two_ranks():
 
 
 class Rows(nn.Module):
-    """Keeps the rows that it is given."""
+    """A model that records its input rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,16 +388,16 @@ def test_a_folder_of_the_other_kind_brings_a_tokenizer_of_its_own(tmp_path: Path
     char_tokenizer().save_pretrained(tmp_path / 'gpt2')
     policy = encoder_decoder_tokenizer('bart')
     note_model(policy, tiny_config('bart'))
-    # the same kind and vocabulary: ids go over as they are, 31 on each side
+    # the same kind and vocabulary: ids are used directly, 31 on each side
     assert reward_model_inputs(str(tmp_path / 'bart'), policy) == (None, 31)
     own, context = reward_model_inputs(str(tmp_path / 'gpt2'), policy)
     assert own is not None and own is not policy and not is_for_encoder_decoder(own) and context == 32
     decoder = char_tokenizer()
-    own, context = reward_model_inputs(str(tmp_path / 't5'), decoder)  # which has no tokenizer beside it
+    own, context = reward_model_inputs(str(tmp_path / 't5'), decoder)  # the folder has no tokenizer
     assert is_for_encoder_decoder(own) and not is_for_encoder_decoder(decoder) and context is None
 
 
-# ---------------------------------------------------------------- descriptions: alike where rewards score alike
+# ---------------------------------------------------------------- descriptions: equal if rewards score alike
 
 FILE = """
 seen = []
@@ -423,12 +422,12 @@ def reward_file(path: Path, body: str = 'len(text)', unused: int = 0) -> Any:
     path.write_text(FILE.format(body=body, unused=unused))
     spec = importlib.util.spec_from_file_location(f'{path.parent.name}_{path.stem}', path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for a class
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect finds a class
     spec.loader.exec_module(module)
     return module
 
 
-def told(reward: Any) -> Any:
+def description(reward: Any) -> Any:
     return described(as_scorer(reward))
 
 
@@ -441,36 +440,36 @@ def told(reward: Any) -> Any:
         lambda module: [(0.5, module.score), (1.0, module.Reward())],
     ],
 )
-def test_a_body_that_changes_is_seen_and_what_stands_beside_it_is_not(tmp_path, reward):
-    first = told(reward(reward_file(tmp_path / 'a' / 'r.py')))
-    assert told(reward(reward_file(tmp_path / 'b' / 'r.py', unused=1))) == first
-    assert told(reward(reward_file(tmp_path / 'c' / 'r.py', body='-len(text)'))) != first
+def test_a_changed_body_changes_the_description_and_unused_code_does_not(tmp_path, reward):
+    first = description(reward(reward_file(tmp_path / 'a' / 'r.py')))
+    assert description(reward(reward_file(tmp_path / 'b' / 'r.py', unused=1))) == first
+    assert description(reward(reward_file(tmp_path / 'c' / 'r.py', body='-len(text)'))) != first
 
 
-def test_arguments_and_attributes_are_seen(tmp_path):
+def test_arguments_and_attributes_change_the_description(tmp_path):
     module = reward_file(tmp_path / 'a' / 'r.py')
-    assert told(functools.partial(module.scaled, k=1)) != told(functools.partial(module.scaled, k=2))
-    assert told(module.Reward(1.0)) == told(module.Reward(1.0)) != told(module.Reward(2.0))
-    assert told(Pattern('a')) == told(Pattern('a')) != told(Pattern('b'))
+    assert description(functools.partial(module.scaled, k=1)) != description(functools.partial(module.scaled, k=2))
+    assert description(module.Reward(1.0)) == description(module.Reward(1.0)) != description(module.Reward(2.0))
+    assert description(Pattern('a')) == description(Pattern('a')) != description(Pattern('b'))
 
     def closed(k: float) -> Any:
         return lambda prompts, responses: [k * len(r) for r in responses]
 
-    assert told(closed(1.0)) == told(closed(1.0)) != told(closed(2.0))
+    assert description(closed(1.0)) == description(closed(1.0)) != description(closed(2.0))
 
 
-def test_what_a_function_notes_while_it_runs_does_not_make_it_another(tmp_path):
+def test_state_of_a_function_does_not_change_its_description(tmp_path):
     module = reward_file(tmp_path / 'a' / 'r.py')
     for reward in (module.score, module.Reward()):
         scorer = as_scorer(reward)
         before = described(scorer)
         scorer.fn(['a'], ['b'])
         assert described(scorer) == before
-    assert module.seen and told(module.score) == described(as_scorer(module.score))
+    assert module.seen and description(module.score) == described(as_scorer(module.score))
 
 
 def test_a_function_whose_file_is_not_its_source(tmp_path, monkeypatch):
-    """As code of a page that is executed under the page's name."""
+    """A function without source, since its code runs under the name of a page, is described by its name."""
     (tmp_path / 'page.md').write_text('a (bracket that\nnever ends\n')
     monkeypatch.chdir(tmp_path)
     names: dict = {'__name__': 'page'}

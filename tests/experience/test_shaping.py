@@ -1,4 +1,4 @@
-"""Scores between the scorer and the reward: running moments, scaling, clipping, penalties."""
+"""Shaping of scores: running moments, scaling, clipping, penalties."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_running_moments_equal_those_of_everything_seen_and_resume_to_the_bit():
     moments.update([1.0, 2.0, 6.0])
     moments.update([7.0])
     moments.update([])
-    # By hand: mean of 1, 2, 6, 7 is 4; squared deviations 9 + 4 + 4 + 9 = 26; 26 / 3. Of each batch's own mean: 14.
+    # By hand: the mean of 1, 2, 6, 7 is 4, and squared deviations are 9 + 4 + 4 + 9 = 26; 26 / 3.
     assert moments.mean == pytest.approx(4.0)
     assert moments.std == pytest.approx(math.sqrt(26 / 3))
     a, b = RunningMoments(), RunningMoments()
@@ -57,13 +57,13 @@ def test_equal_scores_are_not_divided(scaling, value):
         assert shaper.is_idle
     shaper([value, value + 2.0], [sample()] * 2)
     assert not shaper.is_idle
-    # By hand: seven equal scores and one that is 2 above them; mean +0.25, squared deviations 7 * 0.0625 + 3.0625 = 3.5
+    # By hand: seven equal scores and one 2 above them; mean +0.25, squared deviations 7 * 0.0625 + 3.0625 = 3.5
     # over 7.
     assert shaper.scale()[1] == pytest.approx(1 / math.sqrt(0.5))
     assert not ScoreShaper().is_idle
 
 
-def test_ref_scaling_goes_on_to_the_first_batch_that_differs_and_stays():
+def test_ref_scaling_takes_the_first_batch_that_differs_and_stays():
     shaper = ScoreShaper(scaling='ref')
     for scores in ([0.0, 0.0], [0.0, 4.0], [100.0, -100.0]):
         shaped = shaper(scores, [sample()] * 2)
@@ -80,7 +80,7 @@ def test_ref_scaling_goes_on_to_the_first_batch_that_differs_and_stays():
         (SamplingParams(max_length=13, max_new_tokens=10), 3, [0.0, 0.0, 0.0, 0.5]),  # ten more tokens fit
     ],
 )
-def test_the_overlong_penalty_ends_where_the_room_does(sampling, prompt, penalties):
+def test_the_overlong_penalty_ends_at_the_limit_of_the_context(sampling, prompt, penalties):
     shaper = ScoreShaper(overlong=(sampling.room, 4))
     samples = [sample(tokens=n, prompt=prompt) for n in (2, 4, 5, 8)]
     assert shaper([1.0] * 4, samples) == pytest.approx([1.0 - p for p in penalties])
@@ -104,7 +104,7 @@ MASK = [True, True, True, False]
         # The scores seen are 6 and 2: mean 4, deviation sqrt(8).
         ({'scaling': 'running'}, True, [x / math.sqrt(8) for x in (2.0, -1.0, 5.0)]),
         ({'scaling': 'norm'}, True, [x / math.sqrt(8) for x in (2.0, -1.0, 5.0 - 4.0)]),
-        # 2 / sqrt(8) is cut to a half
+        # 2 / sqrt(8) is clipped to 0.5
         ({'scaling': 'norm', 'clip': 0.5}, True, [x / 4 for x in (2.0, -1.0, 5.0 - 4.0)]),
     ],
 )

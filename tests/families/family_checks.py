@@ -1,8 +1,8 @@
-"""What is checked of a model type, each by comparing two ways to the same numbers.
+"""Checks of a model type, each of which compares two computations of the same numbers.
 
-A check returns nothing or a remark, or raises. A ValueError of the library that names the model or its folder is a
-refusal; anything else is a crash or a wrong number.
-`benchmarks/models.py` makes docs/results/model_types.md of them.
+A check returns an empty string or a remark, or raises. A ValueError of the library that names the model or its folder
+is a refusal; any other error is a crash or a wrong number. `benchmarks/models.py` writes docs/results/model_types.md
+from them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.types import Prompt, Sequence
 
 LENGTHS = [(5, 6), (3, 7), (4, 2), (1, 3), (30, 10)]
-"""prompt and response; the last is longer than the attention windows, and crosses them while it is generated"""
+"""lengths of prompt and response; the last exceeds the attention windows during generation"""
 
 
 def sequences(seed: int = 1) -> list[Sequence]:
@@ -58,20 +58,20 @@ LIBRARY = str(Path(chatgpt.__file__).parent)
 
 
 class Wrong(AssertionError):
-    """Other numbers, without a word."""
+    """Raised for numbers that differ without an error of the library."""
 
 
 class Refused(Exception):
-    """The library said no, and of what."""
+    """Raised for a refusal by the library."""
 
 
 class NotTried(Exception):
-    """What the check needs is not here."""
+    """Raised if a requirement of the check is not available."""
 
 
 @dataclass
 class Family:
-    """One model type: a folder with random weights, and what was loaded from it."""
+    """A model type: a folder with random weights, and the models loaded from it."""
 
     model_type: str
     folder: Path
@@ -84,7 +84,7 @@ class Family:
         if size > BIG:
             raise Refused(f'no tiny config: {size} parameters')
         self.model = AutoModelForCausalLM.from_config(config).eval()
-        self.plain  # noqa: B018  where transformers itself cannot run it, nothing can be compared
+        self.plain  # noqa: B018  fails first if transformers cannot run the model
         self.model.save_pretrained(self.folder)
 
     @cached_property
@@ -94,13 +94,13 @@ class Family:
     @cached_property
     @torch.no_grad()
     def plain(self) -> list[Tensor]:
-        """(A,) log-probs of each sequence alone, by transformers' own forward of the saved model."""
+        """Returns log-probs of each sequence alone, shape (A,), by transformers' forward of the saved model."""
         found = zip(sequences(), plain_logits(self.model), strict=True)
         return [torch.log_softmax(of, -1).gather(1, s.response_ids[:, None]).squeeze(1) for s, of in found]
 
 
 def plain_logits(model: Any) -> list[Tensor]:
-    """(A, V) for each sequence alone, by a model's own forward."""
+    """Returns the logits of each sequence alone, shape (A, V), by the model's forward."""
     return [
         model(input_ids=torch.cat([s.prompt_ids, s.response_ids])[None]).logits[0, len(s.prompt_ids) - 1 : -1].float()
         for s in sequences()
@@ -133,13 +133,13 @@ def meta(family: Family) -> str:
             raise Wrong(f'{name} is another tensor')
         checked |= {id(tensor)} if name in got else set()
     missing = [name for name, tensor in _tensors(family.actor) if id(tensor) not in checked]
-    if missing:  # which FSDPStrategy refuses in these words
+    if missing:  # the message of FSDPStrategy
         raise Refused(f'{family.model_type}: nothing says what these parameters start as: {missing[0]}')
     return ''
 
 
 def _tensors(model: Any) -> list[tuple[str, Tensor]]:
-    """With all names that a tensor has."""
+    """Returns (name, tensor) pairs, a shared tensor under each of its names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
@@ -180,7 +180,7 @@ def local(family: Family) -> str:
 
 @contextmanager
 def traced_only() -> Iterator[None]:
-    """torch compiles without inductor: graphs and numbers are the same, in a tenth of the time."""
+    """Compiles without inductor: the same graphs and numbers, in a tenth of the time."""
     real, torch.compile = torch.compile, functools.partial(torch.compile, backend='eager')
     torch._dynamo.reset()
     try:
@@ -230,7 +230,7 @@ def hydra(family: Family) -> str:
 def lora(family: Family) -> str:
     """New adapters change no output; folded into the weights they give the same output as beside them."""
     actor = deepcopy(family.actor)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         convert_to_lora(actor.model, 2)
     batch = collate(sequences())
@@ -239,12 +239,12 @@ def lora(family: Family) -> str:
     beside = actor(batch).logprobs
     with merged(actor.model):
         same(actor(batch).logprobs, beside)
-    share = next((str(w.message).split('beside ')[1].split(' of')[0] for w in told if 'beside ' in str(w.message)), '')
+    share = next((str(w.message).split('beside ')[1].split(' of')[0] for w in seen if 'beside ' in str(w.message)), '')
     return f'{share} of the weights' if share else ''
 
 
 def _draw_adapters(actor: Any) -> None:
-    """Give B of every adapter numbers other than 0, as training would."""
+    """Sets B of every adapter to random numbers, as after training."""
     g = torch.Generator().manual_seed(5)
     for layer in lora_layers(actor.model).values():
         layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=g) * 0.05)
@@ -255,7 +255,7 @@ def peft(family: Family) -> str:
     """Adapters with random B, written by `export_peft` and read by `PeftModel`, give the actor's logits within 1e-4."""
     try:
         from peft import PeftModel
-    except Exception as error:  # it may be too old or too new for this transformers, too
+    except Exception as error:  # peft may be too old or too new for this transformers
         raise NotTried(f'peft cannot be imported: {line_of(error)}') from error
     actor = deepcopy(family.actor)
     convert_to_lora(actor.model, 2)
@@ -321,7 +321,7 @@ CHECKS: dict[str, Callable[[Family], str]] = {
 
 
 def check(model_type: str) -> dict[str, str]:
-    """By check: 'ok', 'ok: a remark', 'no: the library's reason', 'CRASH: in what words', or 'WRONG: how'."""
+    """Returns by check: 'ok', 'ok: remark', 'no: the library's reason', 'CRASH: message' or 'WRONG: difference'."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -334,8 +334,8 @@ def check(model_type: str) -> dict[str, str]:
 
 
 def check_apart(model_type: str, checked: Callable[[str], dict[str, str]] = check) -> dict[str, str]:
-    """In a process of its own: some types change transformers for those after them, and some take all memory."""
-    context = multiprocessing.get_context('fork')  # what is imported here needs no second import there
+    """Checks in a child process, since some types change transformers for later ones and some take all memory."""
+    context = multiprocessing.get_context('fork')  # the child needs no imports
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=lambda: there.send(checked(model_type)))
     process.start()
@@ -368,14 +368,14 @@ def outcome(fn: Callable[[Family], str], family: Family) -> str:
 
 
 def _is_refusal(error: ValueError, family: Family) -> bool:
-    """Whether the library itself raised this, and says of which model or folder."""
+    """Returns True if the library raised the error and it names the model or folder."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     names = (type(family.model).__name__, type(base_model(family.model)).__name__, str(family.folder))
     return innermost.startswith(LIBRARY) and any(name in str(error) for name in names)
 
 
 def line_of(error: Exception) -> str:
-    """Its first line, without the folder's name, which is another in every run."""
+    """Returns the first line of the error without the folder's name, which differs in every run."""
     text = re.sub(
         r"(the folder )?'?\S*/tmp\w+(/model\.safetensors)?'?",
         'the folder',
@@ -389,7 +389,7 @@ def line_of(error: Exception) -> str:
 
 
 def cells(checks: dict[str, str]) -> list[str]:
-    """What the page's table says of a model type, one for each check."""
+    """Returns the cells of a model type in the page's table, one per check."""
     return [cell(checks[name]) for name in CHECKS]
 
 
@@ -402,7 +402,7 @@ def cell(text: str) -> str:
 
 
 def read_page(text: str) -> dict[str, list[str]]:
-    """By model type the cells of a page's table; [] for a type that is refused in whole, or was not tried."""
+    """Returns the cells of a page's table by model type; [] for a type that is refused as a whole or was not tried."""
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         if line.startswith('| ') and line.count(' | ') > len(CHECKS):

@@ -1,4 +1,4 @@
-"""A tiny random config for each model type of transformers that has a causal language model."""
+"""Tiny configs for the model types of transformers that have a causal language model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
 WIDTHS = tuple(name for name, value in SIZES.items() if 'vocab' not in name and value in (32, 48, 8, 16))
 """sizes that grow with the width"""
 MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4, 'num_key_value_heads': 4}
-"""of multi-head latent attention, where head_dim is the rotary part"""
+"""sizes of multi-head latent attention, where head_dim is the rotary part"""
 OWN: dict[str, dict[str, Any]] = {
     'axk1': MLA,
     'axk2': MLA | {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
@@ -102,7 +102,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     'zaya': {'num_experts_per_tok': 1},
 }
-"""what else a type needs to be small and whole"""
+"""other settings that a type needs to be small and valid"""
 LEFT_OUT = {
     'blt': 'a model of bytes that calls a second model to cut them into patches',
     **dict.fromkeys(
@@ -122,9 +122,9 @@ LEFT_OUT = {
     'kimi_linear': 'its linear attention takes minutes on a CPU, where it has no kernels',
     **dict.fromkeys(('musicgen', 'musicgen_melody'), 'it writes codes of sound, for the states of a text encoder'),
 }
-"""types that are no language models of their own, and why"""
+"""types that are not language models on their own, and the reason"""
 BIG = 20_000_000
-"""parameters from which on a type is left out: its config has sizes of other names"""
+"""number of parameters from which a type is left out, since its config has sizes of other names"""
 
 
 def model_types() -> list[str]:
@@ -132,9 +132,9 @@ def model_types() -> list[str]:
 
 
 def family_config(model_type: str, width: int = 32) -> Any:
-    """Two layers, 32 wide; or wider, where a type has no sizes of its own here.
+    """Returns a config of two layers, `width` wide unless the type has sizes of its own here.
 
-    Raises ValueError for what is left out, and what the config's class raises where that is not a model.
+    Raises ValueError for a type that is left out, and the config class's error for sizes that it does not accept.
     """
     if model_type in LEFT_OUT:
         raise ValueError(LEFT_OUT[model_type])
@@ -148,13 +148,13 @@ def family_config(model_type: str, width: int = 32) -> Any:
         sizes.setdefault('layer_types', _two_of(kinds))
     config = type(usual)(**sizes)
     if model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder and _has(config, 'is_decoder'):
-        config.is_decoder = True  # as they come they look ahead
+        config.is_decoder = True  # by default they attend to later tokens
     _shrink_parts(config, all_sizes)
     return config
 
 
 def _shrink_parts(config: Any, sizes: dict[str, Any]) -> None:
-    """The configs inside, of the text part and of towers."""
+    """Shrinks the nested configs of the text part and the towers."""
     for part in (value for value in vars(config).values() if isinstance(value, PreTrainedConfig)):
         for name, value in sizes.items():
             if _has(part, name):
@@ -165,13 +165,13 @@ def _shrink_parts(config: Any, sizes: dict[str, Any]) -> None:
 
 
 def _two_of(kinds: list[str]) -> list[str]:
-    """Two layers, of two kinds where there are so many."""
+    """Returns the kinds of two layers, different if there are two."""
     first, *others = dict.fromkeys(kinds)
     return [first, (others or [first])[0]]
 
 
 def _has(config: Any, name: str) -> bool:
-    """Whether it can be set."""
+    """Returns True if the attribute can be set."""
     known = getattr(type(config), name, None)
     if isinstance(known, property) and known.fset is None or name in ('layer_types',) and _derived(config):
         return False
@@ -180,10 +180,10 @@ def _has(config: Any, name: str) -> bool:
         return True
     except AttributeError:
         return False
-    except Exception:  # sizes that differ by layer have no value of their own
+    except Exception:  # sizes that differ by layer have no single value
         return False
 
 
 def _derived(config: Any) -> bool:
-    """Whether layers' kinds follow from other sizes."""
+    """Returns True if the kinds of layers follow from other sizes."""
     return isinstance(getattr(type(config), 'layers_block_type', None), property)

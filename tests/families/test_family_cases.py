@@ -1,4 +1,4 @@
-"""Configs of single families, beyond those of the matrix, under which something follows from more than a sequence."""
+"""Configs of single families with which a result depends on more than the sequence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain_logprobs(model):
 
 
 def greedy(engine, actor, prompts, tokens):
-    """Samples, of which each has the tokens that transformers generates for it alone."""
+    """Returns samples, after checking their tokens against transformers' generation of each alone."""
     engine.begin(actor)
     sampling = SamplingParams(max_new_tokens=tokens, do_sample=False)
     samples = engine.generate(Call.of(prompts, sampling, seed=1, indices=range(len(prompts))))
@@ -38,7 +38,7 @@ def greedy(engine, actor, prompts, tokens):
 
 
 def filled(module):
-    """A module of the meta device with its first weights, and nothing compared since."""
+    """Gives a module of the meta device its initial weights."""
     tensors = dict(initial_tensors(module))
     module.to_empty(device='cpu')
     own = dict([*module.named_parameters(), *module.named_buffers()])
@@ -49,29 +49,29 @@ def filled(module):
     return module.eval()
 
 
-# ---------------------------------------------------------------------- windows that are cut out by slots
+# ---------------------------------------------------------------------- windows by slot
 
 
 def neo():
     return lm('gpt_neo', attention_types=[[['global', 'local'], 1]], window_size=12)
 
 
-def test_fixed_steps_of_a_model_that_cuts_its_window_out_by_slots_are_refused(tmp_path):
-    """GPT-Neo counts its window back from the last slot, which fixed steps have more of than there are tokens."""
+def test_fixed_steps_of_a_model_with_a_window_by_slot_are_refused(tmp_path):
+    """GPT-Neo's window ends at the last slot, and fixed steps have more slots than tokens."""
     actor = Actor(neo()).eval()
     with pytest.raises(ValueError, match='fixed_steps=True cannot be had: .*GPTNeoForCausalLM.*fixed_steps=False'):
         LocalEngine(fixed_steps=True).begin(actor)
     assert local(Family('gpt_neo', tmp_path)) == 'up to the window'
 
 
-def test_where_fixed_steps_are_not_asked_for_such_a_model_decodes_without(monkeypatch):
-    """As on CUDA, where 'auto' takes them."""
+def test_without_a_request_for_fixed_steps_such_a_model_decodes_without_them(monkeypatch):
+    """As on CUDA, where 'auto' uses fixed steps."""
     engine, wants = LocalEngine(), LocalEngine.wants_fixed
     monkeypatch.setattr(LocalEngine, 'wants_fixed', lambda self, device: wants(self, torch.device('cuda')))
     greedy(engine, Actor(neo()).eval(), [Prompt(ids=torch.tensor([7])), Prompt(ids=torch.tensor([9, 4, 5]))], 8)
 
 
-# ---------------------------------------------------------------------- places in a row
+# ---------------------------------------------------------------------- positions in a row
 
 
 TUNED = {'attn_temperature_tuning': True, 'attn_scale': 0.5, 'layer_types': None, 'max_position_embeddings': 512}
@@ -79,8 +79,8 @@ TUNED = {'attn_temperature_tuning': True, 'attn_scale': 0.5, 'layer_types': None
 
 @torch.no_grad()
 @pytest.mark.parametrize('no_rope', [[0, 0], [0, 1]])
-def test_the_temperature_of_layers_without_rope_counts_no_padding_and_no_company(no_rope, tmp_path):
-    """Llama 4 scales a query by its place in the row, whatever its position id."""
+def test_the_temperature_of_layers_without_rope_ignores_padding_and_other_sequences(no_rope, tmp_path):
+    """Llama 4 scales a query by its index in the row and not by its position id."""
     model = lm('llama4_text', **TUNED, floor_scale=8, no_rope_layers=no_rope)
     model.save_pretrained(tmp_path)
     want, batch = plain_logprobs(model), collate(sequences())
@@ -96,7 +96,7 @@ def test_the_temperature_of_layers_without_rope_counts_no_padding_and_no_company
 
 @torch.no_grad()
 @pytest.mark.parametrize('fixed', [False, True])
-def test_the_local_engine_takes_them_up_to_the_first_step_of_the_temperature(fixed):
+def test_the_local_engine_accepts_them_up_to_the_first_step_of_the_temperature(fixed):
     model = lm('llama4_text', **TUNED, floor_scale=300, no_rope_layers=[0, 1])
     actor, engine = Actor(model).eval(), LocalEngine(fixed_steps=fixed)
     ids = torch.randint(3, 60, (270,), generator=torch.Generator().manual_seed(2))
@@ -112,7 +112,7 @@ def test_the_local_engine_takes_them_up_to_the_first_step_of_the_temperature(fix
 @torch.no_grad()
 @pytest.mark.parametrize('inside', [True, False])
 def test_dynamic_rope_beyond_the_original_length_is_refused_by_name(inside):
-    """Its frequencies follow from the longest sequence of a batch."""
+    """Its frequencies depend on the longest sequence of a batch."""
     rope = {'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 10000.0}
     model = lm('llama', rope_parameters=rope, max_position_embeddings=40 if inside else 39)
     if inside:
@@ -128,7 +128,7 @@ def test_dynamic_rope_beyond_the_original_length_is_refused_by_name(inside):
         )
 
 
-# ---------------------------------------------------------------------- weights that come later
+# ---------------------------------------------------------------------- weights loaded later
 
 
 @pytest.mark.parametrize('of', [AutoCritic, AutoRM])

@@ -1,5 +1,5 @@
-"""Every model type of transformers works or is refused by name (docs/results/model_types.md); each run tries a few of
-them."""
+"""Every model type of transformers works or is refused by name (docs/results/model_types.md); an ordinary run tries a
+few."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 
 QUICK = ('gpt2', 'llama', 'gemma2', 'mixtral', 'zamba2', 'cpmant')
-"""the usual, a head of its own, experts, a recurrent state, and one that is refused"""
+"""ordinary types, a separate head, experts, a recurrent state, and a refused type"""
 THIS_VERSION = f'of transformers {transformers.__version__} '
-"""on a page whose cells hold for the one that is installed"""
+"""in a page for the installed version"""
 MODELS_PAGE = Path(__file__).parents[2] / 'docs/results/model_types.md'
 
 
@@ -34,7 +34,7 @@ def test_a_family_works_or_is_refused(model_type):
 
 
 def as_the_page_says(model_type: str, found: dict[str, str]) -> None:
-    """A family that worked and is refused now, or crashes, or is wrong, is another than the page's."""
+    """Fails if the outcome of a family differs from the page's, or if it crashes or is wrong."""
     wrong = {name: text for name, text in found.items() if text.startswith(('WRONG', 'CRASH'))}
     assert not wrong
     text = MODELS_PAGE.read_text()
@@ -42,7 +42,7 @@ def as_the_page_says(model_type: str, found: dict[str, str]) -> None:
         return
     whole_no = found['forward'].startswith('no:')
     here, there = [] if whole_no else cells(found), read_page(text)[model_type]
-    if there:  # a dash: what cannot be tried here, such as peft
+    if there:  # a dash: cannot be tried here, such as peft
         here = [there[i] if cell == '–' else cell for i, cell in enumerate(here)]
     assert here == there, f'{found}; if it is meant, make the page again'
 
@@ -59,7 +59,7 @@ def test_every_family_works_or_is_refused(model_type):
 
 
 def test_another_model_in_the_folder_is_found_wrong(tmp_path):
-    """Negative control: what is compared is what was saved."""
+    """Negative control: the check compares the saved model."""
     family = Family('llama', tmp_path)
     assert forward(family) == 'packed'
     family.actor.model.lm_head.weight.data.mul_(1.5)
@@ -68,7 +68,7 @@ def test_another_model_in_the_folder_is_found_wrong(tmp_path):
 
 
 def test_an_adapter_that_peft_reads_otherwise_is_found_wrong(monkeypatch, tmp_path):
-    """Negative control: what is compared is what was written."""
+    """Negative control: the check compares the written adapter."""
     pytest.importorskip('peft', exc_type=Exception)
     family = Family('llama', tmp_path)
     assert peft(family) == ''
@@ -89,5 +89,5 @@ def test_an_adapter_that_peft_reads_otherwise_is_found_wrong(monkeypatch, tmp_pa
 @pytest.mark.skipif('inkling2_text' not in model_types(), reason='this transformers has no inkling2_text')
 def test_an_adapter_that_peft_would_look_for_elsewhere_is_refused_by_the_models_name(tmp_path):
     pytest.importorskip('peft', exc_type=Exception)
-    told = outcome(peft, Family('inkling2_text', tmp_path))
-    assert re.match(r'no: export_peft: peft would look for \S+ of Inkling2ForCausalLM under another name; leave', told)
+    found = outcome(peft, Family('inkling2_text', tmp_path))
+    assert re.match(r'no: export_peft: peft would look for \S+ of Inkling2ForCausalLM under another name; leave', found)

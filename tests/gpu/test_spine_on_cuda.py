@@ -1,5 +1,5 @@
-"""The spine on a CUDA device: PPO learns in fp32 and bf16, draws are those of the CPU, kernels and compiled
-blocks give the plain numbers. Run by `make gpu-check`."""
+"""PPO on a CUDA device: it learns in fp32 and bf16, samples the same tokens as on a CPU, and kernels and compiled
+blocks agree with the plain path. Run by `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_first_rollout_draws_the_same_tokens_as_the_cpu():
 
 
 class Turns:
-    """Three turns of at most four tokens, and observations of 0 to 4 tokens."""
+    """Episodes of three turns of at most four tokens, with observations of 0 to 4 tokens."""
 
     def __init__(self) -> None:
         self.turns: list[list[list[int]]] = [[] for _ in range(9)]

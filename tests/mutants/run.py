@@ -1,14 +1,14 @@
-"""Small faults planted one at a time, and whether the tests catch them.
+"""Mutation tests: plants small faults one at a time and checks that the tests catch them.
 
-    python tests/mutants/run.py sample --count 60 --out mutants.json    # chooses them, by a seed
+    python tests/mutants/run.py sample --count 60 --out mutants.json    # chooses mutants by a seed
     python tests/mutants/run.py try mutants.json --out caught.json      # plants each and runs tests until one fails
 
-A mutant is one changed expression of functional/, trainer/, strategies/ or rollout/: a comparison turned round, plus
-for minus, times for divided by, `and` for `or`, a condition negated, a number one higher. It is kept as the statement
-before and after and the name of its function, so that it can be tried in another tree where the function has moved to
-another file; a statement that is not found is reported as 'gone'. The tests are those files that name the mutant's
-module or function, nearest first and at most 40, without `slow`, `gpu` and `system`. `caught` in the file says which
-ones were caught when it was written: one of these that survives ends `try` with exit code 1.
+A mutant is one changed expression of functional/, trainer/, strategies/ or rollout/: a reversed comparison, plus for
+minus, times for divided by, `and` for `or`, a negated condition, a number plus one. It is stored as the statement
+before and after and the name of its function, so that it applies to a tree where the function is in another file; a
+statement that is not found is 'gone'. The tests are the files that name the mutant's module or function, nearest first,
+at most 40, without `slow`, `gpu` and `system`. If a mutant with `caught` in the file survives, `try` ends with exit
+code 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOMS = ('functional', 'trainer', 'strategies', 'rollout')
+PACKAGES = ('functional', 'trainer', 'strategies', 'rollout')
 PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [(ast.Lt, ast.GtE), (ast.LtE, ast.Gt), (ast.Eq, ast.NotEq)]
 PAIRS += [(ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.And, ast.Or)]
 TURNED = dict([*PAIRS, *((b, a) for a, b in PAIRS)])
@@ -36,7 +36,7 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If
 
 
 def heads(function: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a function, those of functions inside it excluded."""
+    """Yields the statements of a function, without those of nested functions."""
     for node in ast.iter_child_nodes(function):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
@@ -46,12 +46,12 @@ def heads(function: ast.AST) -> Iterator[ast.stmt]:
 
 
 def expression(statement: ast.stmt) -> ast.expr | None:
-    """The part of a statement that is changed: of an `if` its condition, not its body."""
+    """Returns the part of a statement that may change, such as the condition of an `if`."""
     return getattr(statement, 'test', None) or getattr(statement, 'value', None)
 
 
 def changes(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Copies of the statement with one change each."""
+    """Yields copies of the statement with one change each."""
     nodes = list(ast.walk(expression(statement) or ast.Pass()))
     for place, node in enumerate(nodes):
         changed = copy.deepcopy(statement)
@@ -72,7 +72,7 @@ def changes(statement: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def head(statement: ast.stmt) -> str:
-    """The text of a statement without its body, as `ast` writes it."""
+    """Returns the text of a statement without its body, as `ast` writes it."""
     if isinstance(statement, (ast.If, ast.While)):
         return f'{type(statement).__name__} {ast.unparse(statement.test)}'
     return ast.unparse(statement)
@@ -83,24 +83,24 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 
 
 def sample(root: Path, count: int, seed: int) -> list[dict[str, str]]:
-    """Mutants of the tree at `root`, equally many of each room and at most one of a function."""
+    """Returns mutants of the tree at `root`, equally many per package and at most one per function."""
     rng = random.Random(seed)
-    rooms: list[list[dict[str, str]]] = []
-    for room in ROOMS:
+    by_package: list[list[dict[str, str]]] = []
+    for package in PACKAGES:
         found = [
             {'file': str(path.relative_to(root)), 'function': f.name, 'before': head(statement), 'after': head(each)}
-            for path in sorted((root / 'chatgpt' / room).rglob('*.py'))
+            for path in sorted((root / 'chatgpt' / package).rglob('*.py'))
             for f in functions(ast.parse(path.read_text()))
             for statement in heads(f)
             for each in changes(statement)
         ]
         rng.shuffle(found)
-        rooms.append(list({(m['file'], m['function']): m for m in found}.values()))
-    return [mutant for row in zip(*rooms, strict=False) for mutant in row][:count]
+        by_package.append(list({(m['file'], m['function']): m for m in found}.values()))
+    return [mutant for row in zip(*by_package, strict=False) for mutant in row][:count]
 
 
 def planted(root: Path, mutant: dict[str, str]) -> tuple[Path, str] | None:
-    """The file of the mutant in this tree and its text with the change; None if the statement is nowhere."""
+    """Returns the mutant's file in this tree and its text with the change; None if the statement is not found."""
     own = root / mutant['file']
     paths = [own, *(p for p in sorted((root / 'chatgpt').rglob('*.py')) if p != own)]
     for path in paths:
@@ -127,7 +127,7 @@ def replaced(text: str, node: ast.expr | ast.stmt, new: str) -> str:
 
 
 def tests_of(root: Path, path: Path, function: str) -> list[str]:
-    """Test files that name the function or its module, those that name both first, then those of the room's folder."""
+    """Returns test files that name the function or its module: both first, then those of the package's folder."""
     module = '.'.join(path.relative_to(root).with_suffix('').parts)
     found = []
     for file in sorted((root / 'tests').rglob('test_*.py')):
@@ -139,7 +139,7 @@ def tests_of(root: Path, path: Path, function: str) -> list[str]:
 
 
 def attempt(root: Path, mutant: dict[str, str]) -> str:
-    """'caught by ...', 'survived' or 'gone'. The tree at `root` is as before afterwards."""
+    """Returns 'caught by ...', 'survived' or 'gone', and restores the tree at `root`."""
     place = planted(root, mutant)
     if place is None:
         return 'gone'
@@ -147,7 +147,7 @@ def attempt(root: Path, mutant: dict[str, str]) -> str:
     before = path.read_text()
     environment = os.environ | {'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     pytest = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'not (slow or gpu or system)']
-    pytest.append('--timeout=600')  # a change that never ends is caught by it
+    pytest.append('--timeout=600')  # catches a mutant that never ends
     path.write_text(text)
     try:
         files = tests_of(root, path, mutant['function'])
@@ -169,7 +169,7 @@ def main() -> None:
     two = words.add_parser('try')
     two.add_argument('mutants')
     for each in (one, two):
-        each.add_argument('--root', default='.', help='the tree, which is copied where it is changed')
+        each.add_argument('--root', default='.', help='the tree; `try` changes a copy')
         each.add_argument('--out', required=True)
     args = parser.parse_args()
     root = Path(args.root).resolve()

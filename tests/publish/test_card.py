@@ -1,4 +1,4 @@
-"""Model cards: content, what they must not contain, and their code."""
+"""Model cards: content, excluded content, and code."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_the_hub_reads_what_was_measured(tmp_path):
     data = ModelCard(written(tmp_path / 'actor')).data
     assert (data.base_model, data.library_name, data.pipeline_tag) == ('gpt2', 'transformers', 'text-generation')
     assert data.tags == ['chatgpt-rlhf', 'ppo', 'rlhf'] and data.license is None and data.datasets is None
-    (result,) = data.eval_results  # not the best, which is not the last
+    (result,) = data.eval_results  # the last, which is not the best
     assert (result.metric_name, result.metric_type, result.metric_value) == ('eval/score_mean', 'score_mean', 1.5)
     assert data.model_name == 'words' and result.dataset_type == 'local'
 
 
-def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
-    """PPO on an SFT model of gpt2, with a licence added to that model's card."""
+def test_a_folder_passes_on_its_base_model_and_licence(tmp_path):
+    """PPO on an SFT model of gpt2, with a licence added to its card."""
     from huggingface_hub import ModelCard
 
     written(tmp_path / 'sft' / 'actor', facts(source='gpt2', run_name='sft', more={'license': 'mit'}))
@@ -99,7 +99,7 @@ def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
 # ---------------------------------------------------------------- content
 
 
-def test_it_says_what_how_and_on_what(tmp_path):
+def test_a_card_has_method_settings_and_data(tmp_path):
     text = written(tmp_path / 'actor')
     assert '# words\n\n`words` is a language model, made of [gpt2](https://huggingface.co/gpt2) (gpt2, ' in text
     assert 'trained with ppo by chatgpt-rlhf' in text
@@ -115,7 +115,7 @@ def test_it_says_what_how_and_on_what(tmp_path):
 LIMITS = {
     'the reward': ({}, 'optimised for `r.py:score`'),
     'length': ({}, '25 % of its last responses were cut off by the limit of 32 tokens'),
-    'length of episodes': (  # 25 % did not end, most of them because their turns were used up
+    'length of episodes': (  # 25 % did not end, mostly because no turns were left
         {'metrics': [row | {'environment/end_tokens_share': 0.15} for row in rows()]},
         '15 % of its last responses were cut off',
     ),
@@ -146,14 +146,14 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
     own = record(data={'prompts': 5000, 'distinct': 5000, 'cut': 0})
     evals = [*EVALS, {'step': 20, 'eval/metrics/truth': 0.5}]
     metrics = [row | {'rollout/ended_share': 1.0, 'rollout/kl_mean': 0.0} for row in rows()]
-    episodes = [row | {'environment/end_tokens_share': 0.0} for row in rows()]  # they used up their turns
+    episodes = [row | {'environment/end_tokens_share': 0.0} for row in rows()]  # no turns were left
     assert 'cut off' not in written(tmp_path / 'episodes', facts(metrics=episodes))
     text = written(tmp_path / 'actor', facts(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
     for words in ('only.', 'cut off', 'nats', 'same reward', 'not trained on', 'checks during', 'stopped'):
         assert words not in text.split('## Settings')[0], words
 
 
-# ---------------------------------------------------------------- what it must not contain
+# ---------------------------------------------------------------- excluded content
 
 
 def test_nothing_of_the_machine(tmp_path):

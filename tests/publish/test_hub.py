@@ -39,7 +39,7 @@ def test_the_files_of_the_folder_arrive(hub, folder):
     assert hub.repos['me/words']['messages'] == ['the first'] and not hub.repos['me/words']['private']
     assert any(path.startswith('PUT /lfs/') for path in hub.asked)
     (folder / 'config.json').write_text('{"a": 2}\n')
-    push_folder(folder, 'me/words')  # which is there now
+    push_folder(folder, 'me/words')  # the repository exists now
     assert hub.files('me/words') == content(folder)
 
 
@@ -53,7 +53,7 @@ def test_a_card_of_the_user_is_kept(hub, folder):
     assert hub.files('me/words') == content(folder)
 
 
-def test_a_process_that_has_its_variables_only(hub, folder):
+def test_a_process_with_variables_only(hub, folder):
     """HF_ENDPOINT and HF_TOKEN; no torch is needed."""
     variables = {'HF_ENDPOINT': hub.address, 'HF_HUB_DISABLE_XET': '1', 'HF_HUB_OFFLINE': '0', 'HF_HOME': str(folder)}
     code = 'import sys; from chatgpt.monitor.publish import push_folder; print(push_folder(sys.argv[1], "words")); '
@@ -70,7 +70,7 @@ def test_a_process_that_has_its_variables_only(hub, folder):
 def test_permission_to_write(hub, monkeypatch):
     assert check_push('words') == 'me/words' and check_push('team/words') == 'team/words'
     assert check_push('words', token=FINE) == 'me/words' and check_push('me/other', token=NARROW) == 'me/other'
-    assert hub.asked == ['GET /api/whoami-v2'] * 4 and hub.repos == {}  # nothing is made
+    assert hub.asked == ['GET /api/whoami-v2'] * 4 and hub.repos == {}  # no repository is made
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_hub_that_dies_in_the_middle(hub, folder, where):
     assert {k: v for k, v in content(folder).items() if k != 'README.md'} == {
         k: v for k, v in before.items() if k != 'README.md'
     }
-    assert all(not files for repo in hub.repos.values() for files in repo['revisions'].values())  # no half of a model
+    assert all(not files for repo in hub.repos.values() for files in repo['revisions'].values())  # no partial model

@@ -1,4 +1,4 @@
-"""Runs that upload their model: by command, config file, `chatgpt.train` and trainer; errors before the run, and files
+"""Runs that upload their model, by command, config file, `chatgpt.train` and trainer: errors before the run, and files
 after a failed upload."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_folder_with_other_files_is_not_uploaded(hub, tmp_path, capsys):
     flags = ('--save_path', str(tmp_path / 'run'), '--model_path', str(place), '--push_to_hub', 'tales', *SHORT)
     assert command('sft', *flags) == 2
     assert f'{place} holds .env: give a new folder' in capsys.readouterr().err and hub.asked == []
-    own = tmp_path / 'run' / 'actor'  # where the model goes without --model_path
+    own = tmp_path / 'run' / 'actor'  # the default of --model_path
     own.mkdir(parents=True)
     (own / 'notes.txt').write_text('x')
     assert command('sft', '--save_path', str(tmp_path / 'run'), '--push_to_hub', 'tales', *SHORT) == 2
@@ -118,7 +118,7 @@ def test_train_uploads_without_a_folder(hub, tmp_path, model_folder, monkeypatch
 
 
 def test_a_trainer_uploads_on_two_ranks(hub, tmp_path, model_folder):
-    """Both ranks call it; one checks, writes and uploads."""
+    """Both ranks call it; one of them checks, writes and uploads."""
     from chatgpt.testing.processes import run_distributed
 
     answers = run_distributed(on_ranks, 2, str(model_folder), str(tmp_path), hub.address, init_group=True)

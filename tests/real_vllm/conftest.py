@@ -1,4 +1,4 @@
-"""Tests on vLLM itself, on a CPU: `make test-vllm`, in an environment of its own. Elsewhere they are skipped."""
+"""Fixtures of the tests on vLLM on a CPU (`make test-vllm`, in a separate environment; elsewhere they are skipped)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """In place of the one for all tests: vLLM keeps the process group of one process that it has made."""
+    """Replaces the fixture of all tests, since vLLM keeps the process group that it made."""
     yield
     assert not [t.name for t in threading.enumerate() if t.name.startswith('chatgpt')]
 
 
 @pytest.fixture(scope='session')
 def llama() -> Callable[..., Any]:
-    """A new Llama of 160 thousand parameters with heads of width 32, the least that vLLM's kernels take."""
+    """Returns a function that makes a Llama of 160,000 parameters, with heads of width 32, the least for vLLM's
+    kernels."""
 
     def made(tied: bool = True, seed: int = 0, **kw: Any) -> Any:
         return tiny_causal_lm('llama', seed, hidden=64, heads=2, tie_word_embeddings=tied, initializer_range=0.2, **kw)
@@ -35,7 +36,8 @@ def llama() -> Callable[..., Any]:
 
 @pytest.fixture(scope='session')
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """The one `VLLMEngine` of an architecture, or a new one of another class or with other options."""
+    """Returns a function that gives the shared `VLLMEngine` of an architecture, or a new one of another class or
+    options."""
     kept: dict[str, Any] = {}
 
     def of(model: Any, kind: Any = None, **options: Any) -> Any:

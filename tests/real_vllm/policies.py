@@ -1,4 +1,4 @@
-"""Prompts, settings and updates of a policy, and how far log-probs are from those of transformers."""
+"""Prompts, settings and updates of a policy, and the difference of log-probs from those of transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatgpt.rollout import SamplingParams
 from chatgpt.types import Prompt, Sample
 
 OPTIONS = {'dtype': 'float32', 'enforce_eager': True, 'kv_cache_memory_bytes': 64 << 20, 'max_model_len': 128}
-"""of `vllm.LLM`"""
+"""options of `vllm.LLM`"""
 GREEDY = SamplingParams(max_new_tokens=8, do_sample=False)
 WARM = SamplingParams(max_new_tokens=8, temperature=0.7)
 
@@ -22,8 +22,7 @@ def prompts(lengths: tuple[int, ...] = (3, 9, 5, 1, 7)) -> list[Prompt]:
 
 @torch.no_grad()
 def off(samples: list[Sample], model: Any) -> float:
-    """The largest difference from the log-probs that transformers' own forward gives the tokens, one sequence at a
-    time."""
+    """Returns the largest difference from the log-probs of transformers' forward, one sequence at a time."""
     found = []
     for s in samples:
         ids = torch.cat([s.prompt_ids, s.response_ids])

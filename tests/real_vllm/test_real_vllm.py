@@ -1,4 +1,4 @@
-"""`VLLMEngine` on vLLM itself: tokens and log-probs are those of the policy, whatever weights it is handed."""
+"""`VLLMEngine` on vLLM: tokens and log-probs are those of the policy after every transfer of weights."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_tokens_and_log_probs_are_the_policys_and_so_after_updates(llama, engine
         assert off(drawn, model) < 1e-4 and engine.difference < 1e-4
         seen.append([s.response_ids.tolist() for s in drawn])
         update(model, version)
-    assert off(drawn, model) > 0.1  # negative control: the weights of another version
+    assert off(drawn, model) > 0.1  # negative control: weights of another version
     assert seen[0] != seen[1] != seen[2]
 
 
 @pytest.mark.parametrize('merged', [False, True])
 def test_adapters_are_in_the_weights(llama, engine_of, merged):
-    """As they are, and merged by a strategy."""
+    """Unmerged adapters, and adapters merged by a strategy."""
     model = llama()
     engine, actor = engine_of(model), Actor(llama(), lora_rank=2)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_heads_of_other_families(engine_of):
 
 @pytest.mark.parametrize('ends', [(), (5,), (2, 5, 9, 11, 17, 23, 40)])
 def test_end_tokens(llama, engine_of, ends):
-    """Only those that were asked for end a response, which then has them; not the config's."""
+    """Only the requested end tokens, not the config's, end a response, and it includes them."""
     model = llama()
     sampling = SamplingParams(max_new_tokens=12, temperature=2.0, eos_token_ids=ends)
     samples = collect(engine_of(model), Actor(model), sampling, prompts((3,) * 40))
@@ -111,12 +111,12 @@ def test_samples_have_the_models_distribution(llama, engine_of):
         return float(((seen - expected) ** 2 / expected).sum())
 
     assert chi_squared(counts) < 26.1
-    assert chi_squared(counts.flip(0)) > 26.1  # negative control: another distribution is noticed
+    assert chi_squared(counts.flip(0)) > 26.1  # negative control: another distribution is detected
 
 
 @pytest.mark.parametrize('recompute', [False, 'auto'])
 def test_ppo_whose_first_ratio_is_1(llama, engine_of, recompute):
-    """Old log-probs are the engine's own, or recomputed. Three phases, in each of which the weights change."""
+    """Old log-probs are the engine's, or recomputed. The weights change in each of three phases."""
     first: list[float] = []
 
     class First(Callback):
@@ -180,7 +180,7 @@ def test_turns_of_episodes_are_those_of_the_local_engine(llama, engine_of, monke
 
     monkeypatch.setattr(engine.llm, 'generate', watched)
     assert played(engine, do_sample=True) == played(engine, do_sample=True)
-    # by hand, after what checks the weights: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
+    # by hand, after the check of the weights: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
     sizes = [[(length, limit) for length, limit, _ in turn] for turn in asked[1:4]]
     assert sizes == [[(2, 5)] * 3, [(7, 5)] * 3, [(13, 3)] * 3]
     assert len({seed for turn in asked[1:4] for *_, seed in turn}) == 9
@@ -201,7 +201,7 @@ def test_the_process_keeps_its_random_numbers_and_threads(llama, engine_of):
 
 @contextmanager
 def without(engine: VLLMEngine, lost: str) -> Iterator[None]:
-    """Inside, the engine is not sent tensors with this in their names."""
+    """Withholds tensors with this pattern in their names from the engine."""
     tensors_of = engine.tensors_of
     engine.tensors_of = lambda model: {n: t for n, t in tensors_of(model).items() if not re.search(lost, n)}  # type: ignore[method-assign]
     yield
@@ -212,14 +212,14 @@ def without(engine: VLLMEngine, lost: str) -> Iterator[None]:
     'lost', ['lm_head', r'layers\.1\.mlp\.down_proj', r'layers\.0\.self_attn\.q_proj', 'model.norm']
 )
 def test_an_engine_that_loses_a_tensor_is_refused(llama, engine_of, lost):
-    """Told before a sample is drawn; the next whole transfer is fine."""
+    """The error comes before any sampling; the next complete transfer works."""
     model = llama()
     update(model, 0)
     engine, other = engine_of(model), Actor(llama(seed=1))
     collect(engine, other, GREEDY)
-    with without(engine, lost), pytest.raises(RuntimeError) as told:
+    with without(engine, lost), pytest.raises(RuntimeError) as raised:
         collect(engine, Actor(model), GREEDY)
-    message = str(told.value)
+    message = str(raised.value)
     assert message.startswith('VLLMEngine: ') and 'nats, where float32 explains 0.02' in message
     assert 'which tensors arrived' in message and '\n' not in message
     assert off(collect(engine, Actor(model), GREEDY), model) < 1e-4

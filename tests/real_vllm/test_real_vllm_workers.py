@@ -1,4 +1,4 @@
-"""`VLLMRemoteEngine` on Ray actors that run vLLM itself, on a CPU: weights go through Ray's object store."""
+"""`VLLMRemoteEngine` on Ray actors that run vLLM on a CPU: weights go through Ray's object store."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
         local.begin(Actor(model))
         mine = local.generate(Call.of(prompts(), GREEDY, seed=5, indices=range(5)))
         assert [s.response_ids.tolist() for s in samples] == [s.response_ids.tolist() for s in mine]
-        # a tensor that a worker holds another of is noticed there, and told here
+        # a worker detects a tensor that differs from its own, and the error is raised here
         wanted = engine._select_tensors
         engine._select_tensors = lambda given: {**wanted(given), 'lm_head.weight': torch.rand(64, 64)}  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match='VLLMRemoteEngine: .* nats, where float32 explains 0.02'):
             drawn(GREEDY)
 
 
-def test_what_a_cpu_cannot_send_by_has_the_names_that_are_used():
-    """NCCL and IPC need GPUs; their senders, what they are told, and what they ask of a client are vLLM's own here."""
+def test_vllm_has_the_names_of_transfers_that_need_a_gpu():
+    """NCCL and IPC need GPUs; this checks the names of vLLM's senders, of their arguments and of the client's
+    methods."""
     from vllm.distributed import weight_transfer as vllms
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine

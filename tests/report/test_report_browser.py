@@ -16,7 +16,7 @@ from chatgpt.monitor.report import write_report
 
 
 class Opened:
-    """A page, with its console messages and requests."""
+    """An open page, with its console messages and requests."""
 
     def __init__(self, browser: Any, file: Path, awaited: str = '.chart .u-over', **look: Any) -> None:
         look = {'viewport': {'width': 1280, 'height': 900}, 'color_scheme': 'light'} | look
@@ -89,7 +89,7 @@ PIXELS = """canvas => {
     return places;
 }"""
 BLUE, ORANGE, PALE_BLUE = '10,92,184', '183,80,0', '108,176,255'
-"""--series-1, --series-2, and --series-1 in the dark, of page.css"""
+"""--series-1, --series-2, and --series-1 of the dark theme, in page.css"""
 
 
 def drawn_in(chart: Any) -> dict[str, list[list[int]]]:
@@ -102,7 +102,7 @@ def test_curves_are_where_the_values_are_and_those_under_the_pointer_show_in_eve
     page.chart('score')
     assert page.legend('score').startswith('phase 101 score mean 101 ')
     page.chart('kl-coef')
-    page.point_at('score', 0.25)  # of 0 to 101, for there is an evaluation at 0
+    page.point_at('score', 0.25)  # of 0 to 101, since there is an evaluation at 0
     assert page.legend('score').startswith('phase 25 score mean 25 ')
     assert page.legend('kl-coef') == 'phase 25 kl coef 0.025'
     page.point_at('score', 50.1 / 101)
@@ -110,7 +110,7 @@ def test_curves_are_where_the_values_are_and_those_under_the_pointer_show_in_eve
     page.point_at('eval-score', 0.3)  # evaluated at 0, 20, 40, ..
     assert page.legend('eval-score') == 'phase 40 score mean -0.0119'
     assert page.legend('score').startswith('phase 30 ')
-    # the coefficient rises evenly, so its line runs from the lower left to the upper right
+    # the coefficient rises linearly, so its line runs from the lower left to the upper right
     (left, low), (right, high) = (of(drawn_in(page.chart('kl-coef'))[BLUE]) for of in (min, max))
     assert right - left > 300 and low - high > 80
     # a stack shows the parts and not their sums
@@ -206,7 +206,7 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_every_text_stands_out_from_its_ground(opened, words, scheme):
+def test_every_text_has_enough_contrast(opened, words, scheme):
     """WCAG 2.2 AA: 4.5 to 1, and 3 to 1 for lines of curves."""
     page = opened(words, color_scheme=scheme)
     page.page.evaluate('document.querySelectorAll("details").forEach(d => { d.open = true; })')
@@ -261,11 +261,11 @@ def test_a_phone_scrolls_one_way_only(opened, words):
     assert re.match(r'phase 5[01] score mean 5[01] ', page.legend('score'))
     target = page.page.locator('#chart-score .chip').first.bounding_box()
     assert target['height'] >= 24  # WCAG 2.2, 2.5.8
-    page.page.evaluate(WIDE)  # and with the widest fonts
+    page.page.evaluate(WIDE)  # also with the widest fonts
     assert page.page.evaluate('document.documentElement.scrollWidth') <= width
 
 
-def test_printed_everything_is_there_and_nothing_that_only_a_screen_can_do(opened, words, tmp_path):
+def test_printed_everything_is_there_except_controls(opened, words, tmp_path):
     page = opened(words, color_scheme='dark')
     assert page.page.locator('.chart canvas').count() < page.page.locator('.chart').count()
     page.page.evaluate("addEventListener('beforeprint', () => { window.before = true; })")
@@ -328,7 +328,7 @@ def test_hostile_texts_and_recorded_sequences_do_nothing(opened, tmp_path):
     assert page.page.evaluate('document.documentElement.scrollWidth') <= 1280
 
 
-def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, words):
+def test_the_page_runs_and_loads_only_its_own_content(opened, words):
     page = opened(words)
     tried = page.page.evaluate(
         """async () => {
@@ -351,4 +351,4 @@ def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, 
     assert tried == ['blocked', 'blocked', 'blocked', 'EvalError']
     assert len(page.complaints) == 4 and all('Content Security Policy' in message for message in page.complaints)
     page.complaints.clear()
-    del page.asked[1:]  # which was blocked
+    del page.asked[1:]  # this request was blocked

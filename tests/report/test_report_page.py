@@ -1,4 +1,4 @@
-"""report.html as text: it has all data of a run, in at most 3 MB, for any content of the folder."""
+"""The text of report.html: all data of a run, in at most 3 MB, for any content of the folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
         self._inside.pop()
-        if tag in ('td', 'th', 'p', 'code', 'dt', 'dd', 'li', 'h3'):  # which stand apart on the page
+        if tag in ('td', 'th', 'p', 'code', 'dt', 'dd', 'li', 'h3'):  # these elements are separate on the page
             self.handle_data(' ')
 
     def handle_data(self, data):
@@ -95,7 +95,7 @@ def test_a_page_has_everything_of_its_run(tmp_path):
     assert found.texts('tr', class_='changed') == changed and 'gamma 1 1' in found.texts('tr')
 
 
-def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other():
+def test_every_metric_is_in_one_chart_and_unknown_ones_are_in_other():
     names = [*ppo_row(1, 2, random.Random(0)), 'eval/x', 'eval/x_best', 'mine/a', 'mine/val_a']
     groups = choose(names)
     drawn = [n for charts in groups.values() for d in charts for n in [*d.lines, *d.band]]

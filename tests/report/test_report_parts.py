@@ -1,4 +1,4 @@
-"""The parts of a page: findings, failures, starts, samples, improvement, memory and its plan, recorded sequences."""
+"""Parts of a page: findings, failures, starts, samples, improvement, memory and its plan, recorded sequences."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_starts_are_listed_and_of_many_the_first_and_the_last(tmp_path):
     assert '8 of 30 starts; all are in run.json' in shown
 
 
-def test_the_same_prompts_stand_side_by_side(tmp_path):
+def test_the_same_prompts_are_side_by_side(tmp_path):
     folder = make_run(tmp_path)
     rows = [
         {'step': s, 'prompt': p, 'response': f'{p} at {s}', 'score': s / 8} for s in range(0, 41, 4) for p in ('x', 'y')
@@ -189,7 +189,7 @@ def test_first_groups_of_all_phases_before_second_ones_and_never_over_the_budget
     rows = [row(phase, 4 * phase + i) for phase in range(1, 6) for i in range(4)]
     one = size([page_row(rows[0])]) - 1  # with its comma
     assert rows_for_page(rows, 10**9) == [page_row(r) for r in rows]
-    # Room for three groups of two: of the last phase, the first and the one in the middle.
+    # The budget holds three groups of two: of the last phase, the first and the middle one.
     chosen = rows_for_page(rows, 6 * one + 20)
     assert [(r['phase'], r['index']) for r in chosen] == [(1, 4), (1, 5), (3, 12), (3, 13), (5, 20), (5, 21)]
     chosen = rows_for_page(rows, 12 * one + 20)

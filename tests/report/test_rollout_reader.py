@@ -20,7 +20,7 @@ from chatgpt.trainer.callbacks.token_texts import token_texts
 ASSETS = Path(__file__).resolve().parents[2] / 'chatgpt' / 'monitor' / 'report' / 'assets'
 ORIGIN = 'http://page.test'
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
-"""nothing inline, nothing from elsewhere"""
+"""content security policy: nothing inline, nothing from other hosts"""
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Rollouts</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="stylesheet" href="page.css"><link rel="stylesheet" href="rollouts.css"></head>
@@ -63,7 +63,7 @@ def recorded(folder: Path, texts: list[str] = TEXTS, num_phases: int = 3, group:
 
 
 class Reader:
-    """A page with the reader, on rows in the page or on a server that filters as ours."""
+    """A page with the reader, with rows in the page or from a server that filters like ours."""
 
     def __init__(self, context: Any, rows: list[dict[str, Any]], folder: Path, *, embedded: bool) -> None:
         self.page = context.new_page()
@@ -118,7 +118,7 @@ class Reader:
 
     def fill(self, label: str, value: str) -> None:
         self.page.get_by_label(label, exact=True).fill(value)
-        painted(self.page, 350)  # it waits for the end of typing
+        painted(self.page, 350)  # the page waits for the end of typing
         self.settle()
 
     def choose(self, label: str, value: str) -> None:
@@ -247,7 +247,7 @@ def test_the_number_under_the_pointer(reader):
     assert 'does not count' in reader.page.locator('.ro-tip').inner_text()
     reader.page.locator('.ro-state').hover()
     assert not reader.page.locator('.ro-tip').is_visible()
-    # 😀 is four tokens, and one to look at.
+    # 😀 is four tokens, shown as one.
     emoji = reader.page.locator('.ro-tokens').nth(1).locator('.ro-token').filter(has_text='😀')
     emoji.hover()
     assert 'tokens 12 to 15 of 16' in reader.page.locator('.ro-tip').inner_text()
@@ -269,12 +269,12 @@ def test_by_keyboard(reader):
     page.keyboard.press('Escape')
     assert not page.locator('.ro-tip').is_visible()
     assert body.locator('[tabindex="0"]').count() == 1  # one stop for Tab per response
-    # Right to left: the arrow to the left goes on.
+    # In right-to-left text the left arrow moves forward.
     arabic = page.locator('.ro-tokens').nth(1)
     arabic.locator('.ro-token').first.focus()
     page.keyboard.press('ArrowLeft')
     assert 'tokens 3 to 4 of' in live.inner_text()
-    # A line down and up again.
+    # A line down and back up.
     two = page.locator('.ro-tokens').nth(2)
     two.locator('.ro-token').nth(0).focus()
     page.keyboard.press('ArrowDown')
@@ -304,11 +304,11 @@ def test_long_lists_have_pages_of_whole_groups(browser, tmp_path):
 # ---------------------------------------------------------------------- episodes
 
 TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n?\n7 15 =22\n', None), ('7+15<eos>', 1.0)]
-"""of the policy with a reward, of the environment with none"""
+"""turns of the policy with a reward, and observations of the environment with None"""
 
 
 def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: bool | None = True) -> None:
-    """Phase 1: one response from an environment, beside one that has none."""
+    """Writes phase 1 with one response from an environment and one without."""
     tokenizer = byte_tokenizer()
     end_id, turns, ids, mask = tokenizer.eos_token_id, [], [], []
     for text, reward in TALK:
@@ -344,7 +344,7 @@ def test_turns_and_observations_are_separate(browser, tmp_path, scheme, width):
     assert '3 turns' in facts[0] and 'the task ended' in facts[0] and 'success' in facts[0]
     assert 'turn' not in facts[1] and facts[1].endswith('ended'), 'a response without an environment is as it was'
     assert 'not trained on' in page.locator('.ro-legend').text_content()
-    # The policy's tokens are coloured, the environment's are not; and they have no numbers of their own.
+    # The policy's tokens are coloured; the environment's are not and have no numbers.
     assert turns.locator('.ro-token[data-tint]').count() == 14 and seen.locator('.ro-token[data-tint]').count() == 0
     seen.locator('.ro-token').nth(2).click()
     assert reader.tip() == {} and 'from the environment' in page.locator('.ro-tip').text_content()

@@ -2,14 +2,7 @@
 
     python tests/trainer/layouts.py [--out docs/results/layouts.md]
 
-Row: the layout that began the run and wrote the checkpoint; column: the one that went on. A number is the largest
-difference of a weight to six straight phases under Naive, in learning rates per optimizer step (0.05 is allowed);
-sampled tokens are the same and losses agree within 1e-4. 'bits': the same layout went on, and weights, optimizer
-states, metrics and tokens are those of its own six straight phases to the last bit. 'edge, phase n': equal up to phase
-n, where a draw lay within 1e-5 of the edge between two tokens. Gemini computes in bf16: its row is compared with Naive
-going on from its checkpoint, its column (in italics, within the tolerance of bf16) with ZeRO-2 in bf16 going on from
-the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores and losses of one phase
-agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are compared.
+The page explains the table.
 
 Legs of one world size run one after another in the same processes. What a leg leaves is its checkpoint: weights,
 optimizer states and counters are compared there, by name.
@@ -251,14 +244,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix='layouts-') as folder:
         cells = every_pair(Path(folder), args.layouts)
     rows = [
-        '| began under ↓, went on under → | ' + ' | '.join(args.layouts) + ' |',
+        '| began under ↓, resumed under → | ' + ' | '.join(args.layouts) + ' |',
         '|---' * (len(args.layouts) + 1) + '|',
     ]
     rows += [f'| {a} | ' + ' | '.join(cells[a, b] for b in args.layouts) + ' |' for a in args.layouts]
-    legend = ' '.join((__doc__ or '').split('\n\n')[2].split())
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join(['# Layouts', '', f'`python tests/trainer/layouts.py`. {legend}', '', *rows]) + '\n')
-    print('\n'.join(rows))
+    table = '\n'.join(rows)
+    page, parts = args.out.read_text(), r'(<!-- layouts -->\n\n).*(\n\n<!-- end of layouts -->)'
+    args.out.write_text(re.sub(parts, lambda m: m[1] + table + m[2], page, flags=re.DOTALL))
+    print(table)
 
 
 if __name__ == '__main__':

@@ -32,40 +32,40 @@ SETTINGS = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'to
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s --model MODEL [--model MODEL] --prompts FILE --db FILE.sqlite')
     titles = ('the file', 'what is compared', 'responses', 'the run and the page')
-    db, asked, drawing, run = map(out.add_argument_group, titles)
+    db, inputs, responses, run = map(out.add_argument_group, titles)
     db.add_argument(
         '--db', required=True, metavar='FILE', help='SQLite file of the judgements; created if it does not exist'
     )
     db.add_argument('--export', metavar='FILE', help='write the judgements as preferences to this jsonl file and stop')
-    asked.add_argument(
+    inputs.add_argument(
         '--model',
         action='append',
         default=[],
         help='hub name or folder; given twice: compare two models; once: two samples of one model',
     )
-    asked.add_argument(
+    inputs.add_argument(
         '--prompts', metavar='FILE', help='file of prompts: csv, json, jsonl, parquet, or .txt with one per line'
     )
-    asked.add_argument(
+    inputs.add_argument(
         '--answers',
         action='append',
         default=[],
         metavar='FILE',
         help='file of answers that exist already, instead of --model and --prompts',
     )
-    generate.add_template(asked, 'prompts in text are turns of the user')
-    asked.add_argument(
+    generate.add_template(inputs, 'prompts in text are turns of the user')
+    inputs.add_argument(
         '--trust_remote_code',
         action='store_true',
         help='run Python code that comes with a model of the hub; only for models that you trust',
     )
-    asked.add_argument(
+    inputs.add_argument(
         '--reward_model', help='folder of a reward model; the pairs it is least sure about are shown first'
     )
-    asked.add_argument(
+    inputs.add_argument(
         '--annotators_per_pair', type=int, metavar='K', help='number of people who judge each pair (default: 1)'
     )
-    generate.add_sampling(drawing)
+    generate.add_sampling(responses)
     add_strategy(run)
     add_server(run)
     return out
@@ -180,11 +180,11 @@ def _digest(value: Any) -> str:
     return f'{len(value)} with sha256 {hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}'
 
 
-def _check_same(db: str, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    for name in sorted((asked.keys() | {'models', 'answers'} & there.keys()) - {'names'}):
-        if there.get(name) != asked.get(name):
+def _check_same(db: str, there: dict[str, Any], given: dict[str, Any]) -> None:
+    for name in sorted((given.keys() | {'models', 'answers'} & there.keys()) - {'names'}):
+        if there.get(name) != given.get(name):
             raise ValueError(
-                f'{db} was made with {name} {there.get(name)}, and now it is {asked.get(name)}: give another --db, or '
+                f'{db} was made with {name} {there.get(name)}, and now it is {given.get(name)}: give another --db, or '
                 '--db alone to go on with what is there'
             )
 
@@ -213,15 +213,15 @@ def read_answers(
     prompts: list[list[dict[str, Any]]] = []
     made: list[list[str]] = []
     for path in paths:
-        rows, asked = list(read_records(path)), []
+        rows, records = list(read_records(path)), []
         for row in rows:
             if missing := [name for name in columns if not isinstance(row.data.get(name), str)]:
                 raise ValueError(f'{row.where}: {missing[0]} is missing, or no text')
             try:
-                asked.append(_record(prompt_of(row.data)[0], apply_chat_template))
+                records.append(_record(prompt_of(row.data)[0], apply_chat_template))
             except BadRecord as reason:
                 raise ValueError(f'{row.where}: {reason}') from None
-        prompts.append(asked)
+        prompts.append(records)
         made += [[row.data[name] for row in rows] for name in columns]
     if prompts[0] != prompts[-1]:
         raise ValueError(f'{" and ".join(paths)} have different prompts, or in another order')
@@ -272,10 +272,10 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     options.seed, options.reward_model = args.seed + side, None
     tokenizer = _tokenizer(args, model)
     prompts = load_prompts(records, tokenizer)
-    drawing = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING}
+    keywords = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING}
     with strategy_of(args) as strategy:
         actor = strategy.prepare(generate.load_actor(options, strategy))
-        sampling, stops = generate.sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, drawing)
+        sampling, stops = generate.sampling_of(args, strategy.unwrap(actor), tokenizer, prompts, keywords)
         with strategy.full_model(actor) as policy:
             rows = generate.answer(options, strategy, policy, tokenizer, prompts, sampling, stops)
             return [row['response'] for row in rows]

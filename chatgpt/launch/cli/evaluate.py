@@ -42,7 +42,7 @@ def parser() -> Parser:
         'words', nargs='*', metavar='MODEL', help='hub name or folder of the model, then the file of prompts'
     )
     titles = ('the model', 'the reward', 'the environment', 'responses', 'the run')
-    model, reward, environment, drawing, run = map(out.add_argument_group, titles)
+    model, reward, environment, responses, run = map(out.add_argument_group, titles)
     add_model(model)
     reward.add_argument(
         '--reward_fn',
@@ -50,19 +50,21 @@ def parser() -> Parser:
     )
     reward.add_argument('--reward_model', help='folder of a reward model')
     add_environment(environment)
-    drawing.add_argument('--input', help='file of prompts, instead of the second word')
-    add_template(drawing, 'prompts and observations in text are turns of the user')
-    drawing.add_argument(
+    responses.add_argument('--input', help='file of prompts, instead of the second word')
+    add_template(responses, 'prompts and observations in text are turns of the user')
+    responses.add_argument(
         '--max_new_tokens',
         type=int,
         help='maximum number of tokens of a response (default: 128, or what the context leaves)',
     )
-    drawing.add_argument(
+    responses.add_argument(
         '--temperature',
         type=number,
         help='sample at this temperature, from all tokens (default: take the likeliest token)',
     )
-    drawing.add_argument('--stop_string', action='append', help='text that ends a response; may be given several times')
+    responses.add_argument(
+        '--stop_string', action='append', help='text that ends a response; may be given several times'
+    )
     run.add_argument('--num_rows', type=int, default=4, help='number of samples to print (default: 4)')
     run.add_argument('--output', help='jsonl file to write prompts, responses and scores to')
     add_strategy(run)
@@ -173,7 +175,7 @@ def main() -> None:
         if args.reward_model is not None:  # its tokenizer may differ from the policy's
             reward = reward_model_of(args, strategy, tokenizer)
         actor = strategy.prepare(load_actor(args, strategy))
-        drawing = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
+        sampling = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
         evaluation = PromptEvaluation(
             prompts,
             tokenizer,
@@ -184,7 +186,7 @@ def main() -> None:
             environment_settings=settings,
             max_new_tokens=args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
             stop_strings=args.stop_string,
-            **drawing,
+            **sampling,
         )
         numbers = evaluation(cast(TrainerView, Model(strategy, tokenizer, actor)))
     if strategy.is_rank_0:

@@ -39,7 +39,7 @@ def parser(*, chats: bool | None = False) -> Parser:
     out.add_argument(
         'words', nargs='*', metavar='MODEL', help='hub name or folder of the model, then the prompt or file'
     )
-    model, prompts, drawing, run = map(out.add_argument_group, ('the model', 'the prompts', 'responses', 'the run'))
+    model, prompts, responses, run = map(out.add_argument_group, ('the model', 'the prompts', 'responses', 'the run'))
     add_model(model)
     if not chats:
         prompts.add_argument(
@@ -47,15 +47,15 @@ def parser(*, chats: bool | None = False) -> Parser:
         )
         run.add_argument('--output', help='jsonl file to write prompts and responses to')
     add_template(prompts, 'prompts in text are turns of the user')
-    add_sampling(drawing, "the model's generation_config, else {}")
+    add_sampling(responses, "the model's generation_config, else {}")
     if not chats:
-        drawing.add_argument(
+        responses.add_argument(
             '--best_of',
             type=int,
             default=1,
             help='sample this many responses and keep the best by --reward_model (default: 1)',
         )
-        drawing.add_argument('--reward_model', help='folder of the reward model that --best_of uses')
+        responses.add_argument('--reward_model', help='folder of the reward model that --best_of uses')
     add_strategy(run)
     return out
 
@@ -193,10 +193,10 @@ def main(chats: bool | None = False) -> None:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
         bare = strategy.unwrap(actor)
-        drawing, note = sampling_settings(args, bare)
+        chosen, note = sampling_settings(args, bare)
         if strategy.is_rank_0:
             print(note, file=sys.stderr, flush=True)
-        sampling, stops = sampling_of(args, bare, tokenizer, prompts, drawing)
+        sampling, stops = sampling_of(args, bare, tokenizer, prompts, chosen)
         with strategy.full_model(actor) as policy:
             if prompts is None:
                 chat(policy, tokenizer, sampling, stops, args)
@@ -238,15 +238,15 @@ def sampling_settings(args: Any, actor: Any) -> tuple[dict[str, Any], str]:
         source = '--greedy' if args.greedy else "the model's generation_config"
         return {'do_sample': False}, f'responses are the likeliest tokens ({source})'
     base = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0} | own if any(name in own for name in SAMPLING) else SAMPLING
-    drawing = {name: base[name] for name in SAMPLING} | given
-    shown = ', '.join(f'{name} {drawing[name]:g}' for name in SAMPLING if name != 'top_k' or drawing[name])
+    chosen = {name: base[name] for name in SAMPLING} | given
+    shown = ', '.join(f'{name} {chosen[name]:g}' for name in SAMPLING if name != 'top_k' or chosen[name])
     sources = ['flags'] if given else []
     if len(given) < len(SAMPLING):
         sources.append('defaults of this command' if base is SAMPLING else "the model's generation_config")
-    return drawing, f'responses are drawn with {shown} ({", ".join(sources)})'
+    return chosen, f'responses are sampled with {shown} ({", ".join(sources)})'
 
 
-def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, drawing: dict[str, Any]) -> Any:
+def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, chosen: dict[str, Any]) -> Any:
     """Returns the sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
     from chatgpt.rollout.sampling import sampling_for
 
@@ -255,7 +255,7 @@ def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, drawing: di
         or (None if args.max_length else default_new_tokens(actor.config, prompts)),
         'max_length': args.max_length,
         'min_new_tokens': args.min_new_tokens,
-        **drawing,
+        **chosen,
         'stop_strings': args.stop_string,
     }
     return sampling_for(actor, tokenizer, keywords)
@@ -350,8 +350,8 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         )
         rows = []
         for i, (first,) in zip(mine, found, strict=True):
-            asked = prompts[i].messages or prompts[i].text or first.sample.prompt_text
-            row = {'prompt': asked, 'response': first.sample.response_text}
+            prompt = prompts[i].messages or prompts[i].text or first.sample.prompt_text
+            row = {'prompt': prompt, 'response': first.sample.response_text}
             rows.append(row | ({'score': first.score} if scorer is not None else {}))
         for part in strategy.all_gather_object(rows):
             yield from part
@@ -391,8 +391,8 @@ def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     if output is None:
         for row in rows:
             score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
-            asked = row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']
-            print(f'> {asked}{score}\n{row["response"]}\n', flush=True)
+            prompt = row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']
+            print(f'> {prompt}{score}\n{row["response"]}\n', flush=True)
         return
     count = 0
     for row in rows:

@@ -164,7 +164,7 @@ def check_runs(sweep: Sweep) -> None:
         ValueError: if the method's run does not take them; names the parameter.
     """
     flags = [f'--{key}={value}' for key, value in sweep.launch.items()]
-    asked = parser().parse_args([*flags, 'script']).num_workers  # reports a wrong flag of the launcher
+    workers = parser().parse_args([*flags, 'script']).num_workers  # reports a wrong flag of the launcher
     settings, cls = list(flat(sweep.config)), run_class(sweep.method)
     below = {key: value for _, key, value in settings}
     base = values_of(settings, cls, 'config')
@@ -183,6 +183,6 @@ def check_runs(sweep: Sweep) -> None:
                 check_processes(of_processes.get('num_training_workers'))
             run = cls.from_dict(values)
             run.fill_defaults()
-            run.validate(asked or of_processes.get('num_training_workers') or 1)
+            run.validate(workers or of_processes.get('num_training_workers') or 1)
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise ValueError(f'a trial with {name}={value!r} cannot run: {error}') from None

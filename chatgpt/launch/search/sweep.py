@@ -149,7 +149,7 @@ class Running:
         self.folder.mkdir(parents=True, exist_ok=True)
         _wait_until_free(self.folder)
         self.curve: dict[int, float | None] = {}
-        """the metric by step; None where it is not finite"""
+        """the metric by step; None if it is not finite"""
         self.pruned_at: int | None = None
         self.started = time.monotonic()
         self._stop_sent_at: float | None = None

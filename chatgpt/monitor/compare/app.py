@@ -129,11 +129,11 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
 
     async def rows(request: Any) -> Any:
         try:
-            asked = _question(request.query_params)
+            question = _question(request.query_params)
             folder = folders[_whole(request.query_params, 'run', 0, len(folders) - 1)]
         except ValueError as error:
             return JSONResponse({'error': f'this cannot be read: {error}'}, 400)
-        found = await run_in_threadpool(read_rollouts, folder, **asked)
+        found = await run_in_threadpool(read_rollouts, folder, **question)
         return JSONResponse([page_row(row) for row in found])
 
     return _application([Route('/', page), Route('/api/runs', list_runs), Route('/api/rollouts', rows)])

@@ -88,7 +88,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
     if summary['num_skipped']:
         out[0] += f'; {summary["num_skipped"]} skipped'
     if summary['num_equal']:
-        out.append(f'{summary["num_equal"]} of {summary["num_pairs"]} pairs have equal answers and are not asked')
+        out.append(f'{summary["num_equal"]} of {summary["num_pairs"]} pairs have equal responses and are excluded')
     if summary['win_rate'] is not None:
         first, second = summary['names']
         low, high = summary['interval']
@@ -98,7 +98,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
             f'{counts["b"]} won, {counts["a"]} lost, {counts["tie"]} ties, {counts["both_bad"]} both bad)'
         )
     if summary['num_judged_twice']:
-        alpha = 'cannot be told: all said the same' if summary['alpha'] is None else f'{summary["alpha"]:.3f}'
+        alpha = 'undefined: all judgements are equal' if summary['alpha'] is None else f'{summary["alpha"]:.3f}'
         out.append(f'agreement over {summary["num_judged_twice"]} pairs: Krippendorff α {alpha}')
     if summary['left'] is not None:
         out.append(f'the answer on the left was preferred in {summary["left"]:.0%}')

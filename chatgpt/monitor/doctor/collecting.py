@@ -43,13 +43,13 @@ def cut_prompts(h: History) -> Seen | None:
     prompts, cut = h.data('prompts'), h.data('cut')
     if not prompts or not cut or cut / prompts <= LIMITS['cut_prompts']:
         return None
-    room = h.setting('max_prompt_tokens')
+    limit = h.setting('max_prompt_tokens')
     return Seen(
         f'{cut} of {prompts} prompts ({cut / prompts:.0%}) are longer than the room for them'
-        + (f', max_prompt_tokens={room},' if room else '')
+        + (f', max_prompt_tokens={limit},' if limit else '')
         + ' and lost their beginning',
         'a limit shorter than the data; the beginning, often the instruction, goes first',
-        f'max_prompt_tokens to {2 * room if room else "twice as many"}, or leave out what is longer '
+        f'max_prompt_tokens to {2 * limit if limit else "twice as many"}, or leave out what is longer '
         "(overflow='refuse', skip_bad_records=True)",
     )
 
@@ -141,9 +141,9 @@ def reward_model_disagrees(h: History) -> Seen | None:
 
 @check('groups-without-signal', 'warning', 'most groups teach nothing', unless=('scores-equal',))
 def groups_without_signal(h: History) -> Seen | None:
-    drawn = 'rollout/informative_share'
+    informative = 'rollout/informative_share'
     name = 'rollout/equal_groups_share'
-    equal = [1.0 - v for v in h.last(drawn, NOW)] if h.count(drawn) else h.last(name, NOW)
+    equal = [1.0 - v for v in h.last(informative, NOW)] if h.count(informative) else h.last(name, NOW)
     if len(equal) < NOW or sorted(equal)[NOW // 2] <= LIMITS['equal_groups']:
         return None
     if h.solved_share >= LIMITS['solved']:
@@ -226,17 +226,17 @@ def ends_at_once(h: History) -> Seen | None:
 def never_ends(h: History) -> Seen | None:
     if h.count(ENDED) < NOW or any(h.last(ENDED, NOW)) or h.has_episodes:
         return None  # the environment ends an episode, not an end token
-    room, least = h.generation('max_new_tokens'), h.generation('min_new_tokens') or 0
-    if room is not None and least >= room:
+    limit, least = h.generation('max_new_tokens'), h.generation('min_new_tokens') or 0
+    if limit is not None and least >= limit:
         return None  # responses cannot end before the limit
     once = h.start(ENDED) >= 1.0 - LIMITS['cut_share']  # if few ended at the start, cut texts may be intended
     matters = _end_matters(h)
-    pieces = room is not None and room < (LIMITS['short_limit'] if once or matters else LIMITS['long_limit'])
+    pieces = limit is not None and limit < (LIMITS['short_limit'] if once or matters else LIMITS['long_limit'])
     if pieces:
         return None
     return Seen(
         f'not one end token in the last {NOW} phases'
-        + (f' (max_new_tokens={room})' if room else '')
+        + (f' (max_new_tokens={limit})' if limit else '')
         + f'; {h.start(ENDED):.0%} of responses ended at the start',
         'the end token has become unlikely'
         if once
@@ -266,16 +266,16 @@ def length_limit(h: History) -> Seen | None:
     if cut < LIMITS['cut_share'] or not ended:
         return None
     drifted = first <= LIMITS['cut_share_start']
-    room = h.generation('max_new_tokens')
-    matters = _end_matters(h) or room is None or room >= LIMITS['long_limit']
+    limit = h.generation('max_new_tokens')
+    matters = _end_matters(h) or limit is None or limit >= LIMITS['long_limit']
     from_start = matters and median(whole[:NOW]) >= LIMITS['chance']
-    if not (drifted or from_start) or (room is not None and room < LIMITS['short_limit']):
+    if not (drifted or from_start) or (limit is not None and limit < LIMITS['short_limit']):
         return None
-    limit = f'max_new_tokens={room}' if room else 'the limit of tokens'
+    where = f'max_new_tokens={limit}' if limit else 'the limit of tokens'
     return Seen(
-        f'{cut:.0%} of responses are cut at {limit} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
+        f'{cut:.0%} of responses are cut at {where} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
         'responses have grown into the limit' if drifted else 'the limit is shorter than what the model wants to say',
-        f'max_new_tokens to {2 * room if room else "twice as many"}, or make an end worth it: missing_eos_score '
+        f'max_new_tokens to {2 * limit if limit else "twice as many"}, or make an end worth it: missing_eos_score '
         'one standard deviation below the mean score, or overlong_filter=True',
     )
 

@@ -1,5 +1,5 @@
 """Finds faults of a run phase by phase, during the run or afterwards, and explains them with the sections of
-docs/doctor.md, of which an installed package has a copy."""
+docs/doctor.md, which are copied into an installed package."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ CUT = 'rollout/cut_share'
 """1 − rollout/ended_share"""
 RECORDED_ENDS = {'recorded/eos': 'eos', 'recorded/stop': 'stop', 'recorded/length': 'length'}
 """shares of the recorded sequences by finish_reason"""
-DERIVED = {PLANNED: 'plan', CUT: 'ran out of room', 'recorded/eos': 'end token', 'recorded/stop': 'stop string'} | {
-    'recorded/length': 'ran out of room'
+DERIVED = {PLANNED: 'plan', CUT: 'length limit', 'recorded/eos': 'end token', 'recorded/stop': 'stop string'} | {
+    'recorded/length': 'length limit'
 }
 """lines that are no metrics, with their labels"""
 

@@ -78,9 +78,9 @@ def page(runs: Sequence[Run], title: str) -> str:
         text = _assembled(runs, title, drawn, limit)
         if len(text.encode()) <= FOR_ALL_BUT_ROLLOUTS:
             break
-    room = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
+    budget = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
     for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more bytes in a page than in JSON
-        rows = [rows_for_page(run.recorded, int(share * room)) for run in runs]
+        rows = [rows_for_page(run.recorded, int(share * budget)) for run in runs]
         if not any(rows):
             break
         with_rows = _assembled(runs, title, drawn, limit, rows)

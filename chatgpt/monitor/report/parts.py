@@ -163,15 +163,15 @@ def about_answer(row: Mapping[str, Any]) -> str:
 def turns_of(parts: Sequence[Mapping[str, Any]], limit: int) -> Iterator[tuple[str, str, Any]]:
     """Yields the parts of an episode: ('turn', text, (number, rewards)), ('observation', text, None), and ('more', ...)
     if the texts together are longer than `limit`."""
-    room, turn = limit, 0
+    left, turn = limit, 0
     for one in parts:
         is_turn = one.get('observation') is None
-        text = cut((one['turn'] if is_turn else one['observation']).strip('\n'), max(room, 1))
-        room -= len(text)
+        text = cut((one['turn'] if is_turn else one['observation']).strip('\n'), max(left, 1))
+        left -= len(text)
         turn += is_turn
         rewards = ', '.join(f'{n} {number(float(x))}' for n, x in one['rewards'].items()) if is_turn else ''
         yield ('turn', text, (turn, rewards or 'no reward')) if is_turn else ('observation', text, None)
-        if room <= 0:
+        if left <= 0:
             yield 'more', '', None
             return
 

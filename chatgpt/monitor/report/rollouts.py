@@ -45,16 +45,16 @@ def rows_for_page(rows: Iterable[Mapping[str, Any]], budget_bytes: int) -> list[
         phases.setdefault(row['phase'], {}).setdefault(row['group'], []).append(row)
     turns = [(at, phase) for at in range(max(map(len, phases.values()), default=0)) for phase in _spread(phases)]
     chosen: list[dict[str, Any]] = []
-    room = budget_bytes - 2  # brackets
+    left = budget_bytes - 2  # brackets
     for at, phase in turns:
         groups = list(phases[phase].values())
         if at >= len(groups):
             continue
         made = [page_row(row) for row in groups[at]]
         size = sum(len(_compact(row)) + 1 for row in made)
-        if size <= room:
+        if size <= left:
             chosen += made
-            room -= size
+            left -= size
     return sorted(chosen, key=lambda row: (row['phase'], row['index']))
 
 

@@ -183,10 +183,10 @@ def read_rollouts(
     for phase, file in _readable(Path(path)):
         if wanted is not None and phase is not None and phase not in wanted:
             continue
-        room = None if limit is None else limit - len(rows)
-        if room is not None and room <= 0:
+        left = None if limit is None else limit - len(rows)
+        if left is not None and left <= 0:
             break
-        skipped, found = _read(file, matches, offset, room)
+        skipped, found = _read(file, matches, offset, left)
         offset -= skipped
         rows += found
     return rows
@@ -207,9 +207,9 @@ def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
 
 
 def _read(
-    file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, room: int | None
+    file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, left: int | None
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the number of matching rows skipped by the offset, and at most `room` of the next ones; (0, []), with a
+    """Returns the number of matching rows skipped by the offset, and at most `left` of the next ones; (0, []), with a
     warning, for a file that is no recording. Reads the arrays only if rows match."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -225,7 +225,7 @@ def _read(
                 return 0, []
             heads = opened.read(columns=['phase', 'index', 'prompt', 'response', 'score']).to_pylist()
             found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
-            taken = found[offset : None if room is None else offset + room]
+            taken = found[offset : None if left is None else offset + left]
             rows = opened.read(columns=[c for c in COLUMNS if c in there]).take(taken).to_pylist() if taken else []
             rows = [{name: row.get(name) for name in COLUMNS} for row in rows]
     except (OSError, pa.ArrowException) as error:

@@ -1,7 +1,7 @@
-"""ColossalAI's `coati` (`applications/Chat`, March 2023 to 0.3): its `chatgpt` under a later name.
+"""ColossalAI's `coati` (`applications/Chat`, March 2023 to 0.3), the later name of its `chatgpt`.
 
-Names that it kept are those of `chatgpt_compat.colossalai`. What it changed is here: loaders that are given to `fit`,
-`GeminiStrategy` and `LowLevelZeroStrategy`, data sets of JSON files.
+Unchanged names are those of `chatgpt_compat.colossalai`. This package has the changed ones: trainers with loaders in
+`fit`, `GeminiStrategy` and `LowLevelZeroStrategy`, data sets of JSON files.
 """
 
 from __future__ import annotations

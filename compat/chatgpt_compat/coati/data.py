@@ -1,4 +1,4 @@
-"""Its data sets of JSON files, and the prompts of a loader."""
+"""Data sets of `coati` from JSON files, and the prompts of a loader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatgpt_compat.colossalai.data import _ALPACA, AlpacaDataCollator, _Demonst
 
 
 class SupervisedDataset(_Demonstrations):
-    """A JSON list of instruction, input, output in Alpaca's words; only the output is learned."""
+    """A JSON list of instruction, input, output in Alpaca's template; only the output is learned."""
 
     def __init__(
         self, data_path: str, tokenizer: Any, max_datasets_size: int | None = None, max_length: int = 512
@@ -48,8 +48,8 @@ class PromptDataset(Dataset[dict[str, Tensor]]):
 
 
 def prompts(loader: Any, pad: int | None) -> list[Tensor]:
-    """The prompts of a loader, int64 ids without padding, in the order of its data set. Raises ValueError for no
-    DataLoader."""
+    """Returns the prompts of a loader, int64 ids without padding, in the order of its data set. Raises ValueError if it
+    is not a DataLoader."""
     if not isinstance(loader, DataLoader):
         raise ValueError(f'prompt_dataloader is a {type(loader).__name__}; give a torch DataLoader')
     dataset: Any = loader.dataset

@@ -1,4 +1,4 @@
-"""What its programs ask of models: `generate` as a function, LoRA's manager; and names that are refused when used."""
+"""Models of `coati`, `generate` as a function, the manager of LoRA, and names that raise an error when called."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from chatgpt import nn as ours
 
 LORA_MANAGER = SimpleNamespace(merge_weights=False)
-"""`merge_weights` has no effect: whatever is saved has the adapters merged"""
+"""`merge_weights` has no effect: saved models have their adapters merged"""
 
 
 class _Masked:
-    """Takes `use_action_mask`, which has no effect: a critic here gives the values of actions alone."""
+    """Accepts `use_action_mask`, which has no effect: a critic here returns the values of actions only."""
 
     def __init__(self, *arguments: Any, use_action_mask: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -37,12 +37,12 @@ class LlamaCritic(_Masked, ours.LlamaCritic): ...
 
 
 def get_base_model(model: Any) -> Any:
-    """The transformers model of an actor, critic or reward model."""
+    """Returns the transformers model of an actor, critic or reward model."""
     return model.model
 
 
 def convert_to_lora_module(module: Any, lora_rank: int, lora_train_bias: str = 'none') -> Any:
-    """The module with adapters of `lora_rank`, in place; without adapters for 0."""
+    """Adds adapters of rank `lora_rank` to a module in place, none for 0, and returns it."""
     if lora_rank > 0:
         ours.add_lora(module, lora_rank, lora_train_bias)
     return module
@@ -50,7 +50,7 @@ def convert_to_lora_module(module: Any, lora_rank: int, lora_train_bias: str = '
 
 @torch.no_grad()
 def generate(model: Any, input_ids: Tensor, tokenizer: Any = None, max_length: int = 128, **kwargs: Any) -> Tensor:
-    """Prompts (B, P) int64 with their responses, (B, P + A), by transformers' `generate`."""
+    """Returns prompts (B, P) int64 with responses by transformers' `generate`, (B, P + A)."""
     for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
         kwargs.pop(name, None)
     if tokenizer is not None:
@@ -59,7 +59,7 @@ def generate(model: Any, input_ids: Tensor, tokenizer: Any = None, max_length: i
     return bare.generate(input_ids, max_length=max_length, **kwargs)
 
 
-# ---------------------------------------------------------------------- importable, refused when called
+# ---------------------------------------------------------------------- importable, an error when called
 
 
 def _refused(what: str, instead: str) -> Any:

@@ -1,4 +1,4 @@
-"""Its strategies: `prepare` of dicts, `save_pretrained`, models that the program moved to 16 bits."""
+"""Strategies of `coati`: `prepare` of dicts, `save_pretrained`, models in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chatgpt.strategies import Strategy
 from chatgpt_compat.colossalai import strategies as march
 
 
-def _whole(item: Any) -> None:
-    """Weights in 32 bits, in place: an update is smaller than what 16 bits of a weight can tell apart."""
+def _to_fp32(item: Any) -> None:
+    """Converts weights to 32 bits in place: 16 bits are too few for the small changes of an update."""
     if isinstance(item, nn.Module):
         dtypes = {p.dtype for p in item.parameters()} & {torch.float16, torch.bfloat16}
         if dtypes:
@@ -26,30 +26,30 @@ def _whole(item: Any) -> None:
             item.float()
     elif isinstance(item, (tuple, list)):
         for part in item:
-            _whole(part)
+            _to_fp32(part)
 
 
 class _Coati(Strategy):
     def prepare(self, *items: Any) -> Any:
-        """As `Strategy.prepare`; also dicts of model, optimizer and lr_scheduler, which come back as dicts."""
+        """Prepares as `Strategy.prepare`; dicts of model, optimizer and lr_scheduler are returned as dicts."""
         found = []
         for item in items:
             if isinstance(item, dict):
-                _whole(item.get('model'))
+                _to_fp32(item.get('model'))
                 pair = (item['model'], item['optimizer']) if item.get('optimizer') is not None else item['model']
                 made = super().prepare(pair)
                 names = ('model', 'optimizer') if isinstance(pair, tuple) else ('model',)
                 values = made if isinstance(pair, tuple) else (made,)
                 found.append({**item, **dict(zip(names, values, strict=True))})
             else:
-                _whole(item)
+                _to_fp32(item)
                 found.append(super().prepare(item))
         return found[0] if len(found) == 1 else tuple(found)
 
     def save_model(  # type: ignore[override]
         self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = False, tokenizer: Any = None
     ) -> None:
-        """One file of weights, or with a tokenizer a Hugging Face folder."""
+        """Writes a file of weights, or with a tokenizer a Hugging Face folder."""
         if tokenizer is None:
             super().save_model(model, path, only_rank0)  # type: ignore[safe-super]
         else:
@@ -58,21 +58,21 @@ class _Coati(Strategy):
     def save_pretrained(
         self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = True, tokenizer: Any = None
     ) -> None:
-        """A Hugging Face folder of an actor, critic or reward model, with adapters merged."""
+        """Writes a Hugging Face folder of an actor, critic or reward model, with adapters merged."""
         with self.full_model(model, whole=True, read_only=True) as full:
             self.run_on_rank0(lambda: full.save_pretrained(path, tokenizer=tokenizer))  # type: ignore[operator]
 
 
 class NaiveStrategy(_Coati, march.NaiveStrategy):
-    """The plain strategy, in one process."""
+    """A single process without distribution."""
 
 
 class DDPStrategy(_Coati, march.DDPStrategy):
-    """Data parallelism of torch."""
+    """Data parallelism by torch's DDP."""
 
 
 class ColossalAIStrategy(_Coati, march.ColossalAIStrategy):
-    """ZeRO of ColossalAI: stage 3 is Gemini."""
+    """ZeRO by ColossalAI; stage 3 is Gemini."""
 
 
 class GeminiStrategy(ColossalAIStrategy):

@@ -1,7 +1,7 @@
-"""Its trainers, whose loaders may come with `fit`: then the trainer of this library is made there.
+"""Trainers of `coati`. If loaders are passed to `fit`, the trainer of this library is made there.
 
-Learning rates of supervised trainers follow a cosine over the run, and a scheduler that is given is not stepped.
-`log_dir` and `use_wandb` are taken and not needed.
+Learning rates of supervised trainers follow a cosine over the run; a given scheduler is not stepped. `log_dir` and
+`use_wandb` have no effect.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _JULY = (
     *('tokenizer', 'kl_coef', 'ptx_coef', 'train_batch_size', 'buffer_limit', 'buffer_cpu_offload', 'eps_clip'),
     *('vf_coef', 'value_clip', 'sample_buffer', 'dataloader_pin_memory', 'offload_inference_models', 'callbacks'),
 )
-"""what may follow the optimizers without a name: up to 0.2.8, and from 0.3 on, which begins with the tokenizer"""
+"""positional arguments after the optimizers: up to 0.2.8, and from 0.3 on, beginning with the tokenizer"""
 _RENAMED = {'sample_buffer': 'sample_replay_buffer', 'vf_coef': 'value_coef'}
 
 
-class _Late:
-    """A trainer that is made by `fit`; afterwards its attributes are this one's."""
+class _MadeByFit:
+    """A wrapper of a trainer that `fit` makes; afterwards it has the trainer's attributes."""
 
     _made: Any = None
 
@@ -41,11 +41,11 @@ class _Late:
         return getattr(self._made, name)
 
 
-class PPOTrainer(_Late):
-    """PPO over the prompts of a loader, with `ptx_coef` over those of another.
+class PPOTrainer(_MadeByFit):
+    """PPO over the prompts of a loader, with a loss on pretraining text of another, weighted by `ptx_coef`.
 
-    Its loss of the actor is ptx_coef · ptx + (1 − ptx_coef) · policy. Here it is that divided by 1 − ptx_coef, which is
-    the same to Adam. `offload_inference_models` is taken and not needed.
+    `coati` has the actor loss ptx_coef · ptx + (1 − ptx_coef) · policy. Here it is divided by 1 − ptx_coef, which gives
+    the same update with Adam. `offload_inference_models` has no effect.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PPOTrainer(_Late):
         kwargs.pop('offload_inference_models', None)
         self._settings = {_RENAMED.get(name, name): value for name, value in kwargs.items()}
         tokenizer = self._settings.get('tokenizer')
-        if hasattr(tokenizer, 'decode'):
+        if tokenizer is not None and hasattr(tokenizer, 'decode'):
             self._settings.setdefault('eos_token_id', tokenizer.eos_token_id)
             self._settings.setdefault('pad_token_id', tokenizer.pad_token_id)
 
@@ -89,8 +89,8 @@ class PPOTrainer(_Late):
         log_dir: str | None = None,
         use_wandb: bool = False,
     ) -> None:
-        """An episode is `max_timesteps` batches of prompts, learned every `update_timesteps`; or from 0.3 on
-        `num_collect_steps` batches, learned `num_update_steps` times."""
+        """Trains. An episode has `max_timesteps` batches of prompts and learns every `update_timesteps`; from 0.3 on it
+        has `num_collect_steps` batches, learned `num_update_steps` times."""
         settings = dict(self._settings)
         if num_collect_steps is not None:
             max_timesteps = update_timesteps = num_collect_steps
@@ -111,8 +111,8 @@ class PPOTrainer(_Late):
         self.strategy.save_model(self.actor, path, only_rank0, tokenizer)  # type: ignore[call-arg]
 
 
-class SFTTrainer(_Late):
-    """SFT over a loader that the constructor or `fit` is given; a step is `accumulation_steps` of its batches."""
+class SFTTrainer(_MadeByFit):
+    """SFT over a loader, an argument of the constructor or of `fit`; a step takes `accumulation_steps` batches."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class SFTTrainer(_Late):
         self.strategy.save_model(self.model, path, only_rank0, tokenizer)  # type: ignore[call-arg]
 
 
-class RewardModelTrainer(_Late):
-    """The reward-model trainer: data sets for the constructor, or loaders for `fit`."""
+class RewardModelTrainer(_MadeByFit):
+    """The reward-model trainer, with data sets in the constructor or loaders in `fit`."""
 
     def __init__(
         self,

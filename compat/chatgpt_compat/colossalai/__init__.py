@@ -1,7 +1,7 @@
-"""ColossalAI's `chatgpt` (2023, `applications/ChatGPT`): what its scripts import that is not the library's own name.
+"""Names of ColossalAI's `chatgpt` (2023, `applications/ChatGPT`) that this library does not have itself.
 
-Under both layouts that it had: `chatgpt.nn` (February 2023) and `chatgpt.models` (March 2023). Every other name of
-`chatgpt` is the library's own, as it is.
+They are served under both layouts: `chatgpt.nn` (February 2023) and `chatgpt.models` (March 2023). Every other name of
+`chatgpt` is the library's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Its data sets: their items, tokenized as theirs are, without the padding up to `max_length`.
+"""Data sets of ColossalAI's `chatgpt`, tokenized as there but not padded to `max_length`.
 
 Preferences are (chosen ids, mask, rejected ids, mask), each (1, S); demonstrations are dicts of input_ids and labels,
-where −100 does not count. `preferences` and `demonstrations` turn either into the library's records.
+where −100 does not count. `preferences` and `demonstrations` convert them to the library's records.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_rank_0() -> bool:
 
 
 class _Pairs(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
-    """Preferences from rows with a chosen and a rejected text, after the prompt where there is one."""
+    """Preferences from rows with a chosen and a rejected text, and optionally a prompt before both."""
 
     def __init__(
         self, dataset: Iterable[Mapping[str, str]], tokenizer: Any, max_length: int, special_token: str | None = None
@@ -69,18 +69,18 @@ class HhRlhfDataset(_Pairs):
 
 
 class RewardDataset(_Pairs):
-    """What February 2023 had: the same, ended by <|endoftext|>."""
+    """The pairs of February 2023, which end with <|endoftext|>."""
 
     def __init__(self, dataset: Iterable[Mapping[str, str]], tokenizer: Any, max_length: int) -> None:
         super().__init__(dataset, tokenizer, max_length, '<|endoftext|>')
 
 
 class _Demonstrations(Dataset[dict[str, Tensor]]):
-    """Ids of prompt and completion; the prompt, where it is known apart, is not learned."""
+    """Ids of prompt and completion; a prompt that is given separately is not learned."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]], tokenizer: Any, max_length: int | None) -> None:
         length = max_length or tokenizer.model_max_length
-        limit = {'truncation': True, 'max_length': length} if length < 2**31 else {}  # transformers' word for no limit
+        limit = {'truncation': True, 'max_length': length} if length < 2**31 else {}  # transformers' value for no limit
         self.input_ids, self.labels = [], []
         for prompt, completion in pairs:
             ids = tokenizer(prompt + completion, return_tensors='pt', **limit)['input_ids'][0]
@@ -98,7 +98,7 @@ class _Demonstrations(Dataset[dict[str, Tensor]]):
 
 
 class SFTDataset(_Demonstrations):
-    """Rows of prompt and completion; both are learned, as theirs does."""
+    """Rows of prompt and completion; both are learned, as in ColossalAI."""
 
     def __init__(self, dataset: Iterable[Mapping[str, str]], tokenizer: Any, max_length: int = 512) -> None:
         texts = (row['prompt'] + row['completion'] + '<|endoftext|>' for row in dataset)
@@ -106,8 +106,8 @@ class SFTDataset(_Demonstrations):
 
 
 class AlpacaDataset(_Demonstrations):
-    """A JSON list of instruction, input, output in Alpaca's words; only the output is learned. `max_length` leaves out
-    rows with a longer input, in characters."""
+    """A JSON list of instruction, input, output in Alpaca's template; only the output is learned. Rows with an input
+    longer than `max_length` characters are dropped."""
 
     def __init__(self, data_path: str, tokenizer: Any, max_length: int | None = None) -> None:
         with open(data_path) as file:
@@ -124,7 +124,7 @@ class AlpacaDataCollator:
     tokenizer: Any
 
     def __call__(self, instances: SequenceOf[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """input_ids, labels and attention_mask, each (B, S)."""
+        """Returns input_ids, labels and attention_mask, each (B, S)."""
         pad = self.tokenizer.pad_token_id
 
         def padded(name: str, value: int) -> Tensor:
@@ -142,7 +142,7 @@ class AlpacaDataCollator:
 
 
 def preferences(dataset: Any) -> list[TokenizedPreference]:
-    """Records of what their reward-model data sets give: the ids that both answers begin with are the prompt. Raises
+    """Returns records of a reward-model data set; the ids that both responses begin with are the prompt. Raises
     ValueError for items of another kind."""
     return [_preference(i, dataset[i]) for i in range(len(dataset))]
 
@@ -172,8 +172,8 @@ def _real(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def demonstrations(loader: Any) -> list[Sequence]:
-    """Records of a loader over demonstrations: all of its data set, one by one through its collate function, whatever
-    sampler it has. Raises ValueError for no DataLoader, and for batches without input_ids."""
+    """Returns records of a loader over demonstrations: every item of its data set, through its collate function; the
+    sampler is ignored. Raises ValueError if it is not a DataLoader, and for batches without input_ids."""
     if not isinstance(loader, DataLoader):
         raise ValueError(f'train_dataloader is a {type(loader).__name__}; give a torch DataLoader')
     dataset: Any = loader.dataset

@@ -1,6 +1,6 @@
-"""Its losses and `models.utils`, on the library's formulas: padded (B, A) tensors with an action mask.
+"""Losses and `models.utils` of ColossalAI's `chatgpt`: padded (B, A) tensors with an action mask.
 
-Where a formula of its own was wrong, ours is right; docs/coming_from/colossalai.md shows both numbers.
+Formulas that are wrong there are corrected here; docs/coming_from/colossalai.md shows both numbers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from chatgpt.functional.ppo import clipped_policy_loss, clipped_value_loss, kl_p
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
-    """Mean over what counts; 0 where nothing does."""
+    """Returns the mean over entries with a mask of True; 0 if there are none."""
     mask = mask.to(tensor.dtype)
     return (tensor * mask).sum(dim=dim) / mask.sum(dim=dim).clamp_min(1e-8)
 
 
 def _mean(loss: Tensor, action_mask: Tensor | None) -> Tensor:
-    """Mean over sequences of the mean over the actions of each."""
+    """Averages over the actions of each sequence, then over sequences."""
     return (loss if action_mask is None else masked_mean(loss, action_mask)).mean()
 
 
@@ -40,14 +40,14 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """max((V − R)², (V clipped to V_old ± ε − R)²), without the ½ of the trainers; masked, where theirs is not."""
+    """max((V − R)², (V clipped to V_old ± ε − R)²), without the ½ of the trainers; masked, unlike in ColossalAI."""
 
     def __init__(self, clip_eps: float = 0.4) -> None:
         super().__init__()
         self.clip_eps = clip_eps
 
     def forward(self, values: Tensor, old_values: Tensor, reward: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """values, old_values, reward (B,) or (B, A); a mask counts where they are per action."""
+        """values, old_values, reward (B,) or (B, A); the mask applies to (B, A) only."""
         loss = 2 * clipped_value_loss(values, old_values, reward, self.clip_eps)
         return _mean(loss, action_mask if loss.dim() > 1 else None)
 
@@ -85,14 +85,14 @@ class PPOPtxActorLoss(nn.Module):
 
 
 class LogSigLoss(nn.Module):
-    """−log σ(chosen − rejected), averaged; finite where theirs is log(0)."""
+    """−log σ(chosen − rejected), averaged; finite where ColossalAI's is log(0)."""
 
     def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
         return pairwise_log_sigmoid_loss(chosen_reward, reject_reward).mean()
 
 
 class LogExpLoss(nn.Module):
-    """log(1 + exp(rejected − chosen)), averaged; finite where theirs overflows."""
+    """log(1 + exp(rejected − chosen)), averaged; finite where ColossalAI's overflows."""
 
     def forward(self, chosen_reward: Tensor, reject_reward: Tensor) -> Tensor:
         return pairwise_log_exp_loss(chosen_reward, reject_reward).mean()
@@ -106,10 +106,10 @@ PairWiseLoss = LogSigLoss
 
 
 def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """(B,): the mean over a sequence's actions of k3 of (log π − log π_ref).
+    """Returns the mean over a sequence's actions of k3 of (log π − log π_ref), shape (B,).
 
-    Theirs exponentiates log π − log π_ref, which for tokens drawn from π is no estimate of KL(π || π_ref): it is k3 of
-    the other direction. The trainers here use `chatgpt.functional.ppo.kl_penalty`.
+    ColossalAI exponentiates log π − log π_ref, which is k3 of the other direction and, for tokens sampled from π, no
+    estimate of KL(π || π_ref). The trainers here use `chatgpt.functional.ppo.kl_penalty`.
     """
     kl = kl_penalty(log_probs_base, log_probs, 'k3')  # k3 has log r = second − first
     return kl.mean(dim=1) if action_mask is None else masked_mean(kl, action_mask)
@@ -118,22 +118,22 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, action_mask: Te
 def compute_reward(
     r: Tensor | float, kl_coef: float, log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None
 ) -> Tensor | float:
-    """(B,): score − kl_coef · KL of the sequence."""
+    """Returns score − kl_coef · KL of the sequence, shape (B,)."""
     return r if kl_coef <= 0 else r - kl_coef * compute_approx_kl(log_probs, log_probs_base, action_mask)
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits (..., V), labels (...): log-probs of the labels, same shape, fp32."""
+    """Returns the log-probs of labels (...) under logits (..., V), shape (...), fp32."""
     return logprobs_of(logits.flatten(0, -2), labels.flatten()).view(labels.shape)
 
 
 def normalize(tensor: Tensor, dim: int = 0, eps: float = 1e-8) -> Tensor:
-    """Mean 0 and variance 1 along a dimension; the variance divides by n and is at least eps."""
+    """Normalizes to mean 0 and variance 1 along a dimension; the variance divides by n and is at least eps."""
     centred = tensor - tensor.mean(dim, keepdim=True)
     return centred * centred.square().mean(dim, keepdim=True).clamp_min(eps).rsqrt()
 
 
 def masked_normalize(tensor: Tensor, mask: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """The same over what counts; 0 where it does not. Theirs counts masked places as −mean."""
+    """Normalizes over entries with a mask of True; others become 0. ColossalAI counts masked entries as −mean."""
     centred = (tensor - masked_mean(tensor, mask, dim).unsqueeze(dim)) * mask
     return centred * masked_mean(centred.square(), mask, dim).unsqueeze(dim).clamp_min(eps).rsqrt()

@@ -1,6 +1,6 @@
-"""Its models, where a script asks them for more than ours do: `actor.generate`, and what Llama's tokenizer needs.
+"""Models of ColossalAI's `chatgpt` with what this library's lack: `actor.generate`, and set-up of Llama's tokenizer.
 
-`GPTLM` and the like are the actors: one class has both uses.
+`GPTLM` and the like are the same classes as the actors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chatgpt import nn as ours
 
 
 class _Generates:
-    """`generate` and `get_base_model` of its actors."""
+    """Methods `generate` and `get_base_model` of actors."""
 
     model: Any
 
@@ -25,9 +25,9 @@ class _Generates:
     def generate(
         self, input_ids: Tensor, return_action_mask: bool = True, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Responses by transformers' `generate` to `input_ids` (B, P) int64, padded on the left where `pad_token_id` is
-        given: sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool,
-        True up to the end token and with it. The functions of `generation_utils` are not needed."""
+        """Generates responses to `input_ids` (B, P) int64 with transformers' `generate`; left padding needs
+        `pad_token_id`. Returns sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action
+        mask (B, A) bool, True up to and including the end token. Functions of `generation_utils` have no effect."""
         for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
             kwargs.pop(name, None)
         pad, end = kwargs.get('pad_token_id'), kwargs.get('eos_token_id')
@@ -62,7 +62,7 @@ class LlamaActor(_Generates, ours.LlamaActor): ...
 
 
 def smart_tokenizer_and_embedding_resize(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> None:
-    """Give a tokenizer without a padding token one, and the model a row for it: the mean of the others."""
+    """Adds a padding token to a tokenizer without one, and to the model its embedding, the mean of the others."""
     if tokenizer.pad_token is not None:
         return
     model = getattr(model, 'model', model) if isinstance(model, ours.Actor) else model
@@ -76,15 +76,15 @@ def smart_tokenizer_and_embedding_resize(tokenizer: Any, model: Any, special_tok
 
 
 def prepare_llama_tokenizer_and_embedding(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> Any:
-    """The tokenizer, with a padding token that the model knows, and </s> as begin, end and unknown token."""
+    """Returns the tokenizer with a padding token, which gets an embedding, and </s> as begin, end and unknown token."""
     smart_tokenizer_and_embedding_resize(tokenizer, model, special_tokens_dict)
     tokenizer.add_special_tokens({'eos_token': '</s>', 'bos_token': '</s>', 'unk_token': '</s>'})
     return tokenizer
 
 
-def _handed_over(*_: Any, **__: Any) -> Any:
-    """Scripts hand it over, and nothing calls it."""
+def _never_called(*_: Any, **__: Any) -> Any:
+    """Stands for functions that scripts pass as arguments and that are never called."""
     raise NotImplementedError('the engine keeps the cache itself; leave this function out')
 
 
-update_model_kwargs_fn = prepare_inputs_fn = _handed_over
+update_model_kwargs_fn = prepare_inputs_fn = _never_called

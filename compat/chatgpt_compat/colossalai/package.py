@@ -1,4 +1,4 @@
-"""The package `colossalai` where it is not installed: what its `chatgpt` scripts import of it, and may not even use."""
+"""A stand-in for the package `colossalai` if it is not installed: the names that `chatgpt` scripts import from it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def hybrid_adam(
     nvme_offload_dir: str | None = None,
     verbose: bool = False,
 ) -> Any:
-    """torch's Adam in its place, the same update: AdamW, or Adam without `adamw_mode`. It is for the strategies that
-    need no colossalai. Raises ValueError for what torch's has not."""
+    """Returns torch's AdamW, or Adam without `adamw_mode`, which make the same update, for strategies that do not need
+    colossalai. Raises ValueError for arguments that torch's do not have."""
     import torch
 
     if not bias_correction or nvme_offload_fraction or nvme_offload_dir:
@@ -49,8 +49,8 @@ def hybrid_adam(
 
 
 def use_without_gpu() -> None:
-    """Where there is no GPU: the installed one runs on the CPU, as `ColossalAIStrategy` has it. One that this cannot be
-    done to is left as it is."""
+    """Makes the installed colossalai run on the CPU if there is no GPU, as `ColossalAIStrategy` does. A version that
+    does not allow it is left unchanged."""
     import torch
 
     from chatgpt.strategies.colossalai import bridge, import_colossalai
@@ -62,7 +62,7 @@ def use_without_gpu() -> None:
 
 
 class _Logger(logging.LoggerAdapter[logging.Logger]):
-    """Logging whose `ranks` says nothing: rank 0 logs."""
+    """A logger that ignores `ranks`: rank 0 logs."""
 
     def log(self, level: int, msg: object, ranks: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
         super().log(level, msg, **kwargs)

@@ -1,7 +1,7 @@
-"""Its strategies, where a script asks them for more than ours do.
+"""Strategies of ColossalAI's `chatgpt` with its file format.
 
-A file of an actor's weights holds the bare model's tensors, as `actor.model.load_state_dict(torch.load(path))` expects
-them, and `load_model` reads it; `map_location` is taken and not needed.
+A file of an actor's weights contains the tensors of `actor.model`, so that
+`actor.model.load_state_dict(torch.load(path))` works; `load_model` reads it, too. `map_location` has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chatgpt.strategies.checkpoint import save_tensors
 
 
 class _Files(Strategy):
-    """Weights in one file of whole fp32 tensors, whatever `only_rank0` says: each of its ranks wrote the same."""
+    """Saves weights as whole fp32 tensors in one file; `only_rank0` has no effect."""
 
     def save_model(self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
         tensors = self.full_state_dict(model, Path(path).parent)
@@ -38,21 +38,21 @@ class _Files(Strategy):
 
 
 class NaiveStrategy(_Files, ours.NaiveStrategy):
-    """`chatgpt.strategies.NaiveStrategy` with its files, and fp32 as there."""
+    """`chatgpt.strategies.NaiveStrategy` with ColossalAI's files, in fp32 by default."""
 
     def __init__(self, seed: int = 42, precision: Any = 'fp32', **options: Any) -> None:
         super().__init__(seed, precision, **options)
 
 
 class DDPStrategy(_Files, ours.DDPStrategy):
-    """`chatgpt.strategies.DDPStrategy` with its files, and fp32 as there."""
+    """`chatgpt.strategies.DDPStrategy` with ColossalAI's files, in fp32 by default."""
 
     def __init__(self, seed: int = 42, precision: Any = 'fp32', **options: Any) -> None:
         super().__init__(seed, precision, **options)
 
 
 class ColossalAIStrategy(_Files, ours.ColossalAIStrategy):
-    """`chatgpt.strategies.ColossalAIStrategy` with its files, and fp16 as there."""
+    """`chatgpt.strategies.ColossalAIStrategy` with ColossalAI's files, in fp16 by default."""
 
     def __init__(self, stage: int = 3, precision: Any = 'fp16', *args: Any, **options: Any) -> None:
         super().__init__(stage, precision, *args, **options)

@@ -1,6 +1,6 @@
-"""Its trainers and callbacks: their argument lists, on the library's own.
+"""Trainers and callbacks with the arguments of ColossalAI's `chatgpt`, on the library's own.
 
-A model and an optimizer that no strategy has prepared are prepared here, as theirs were.
+A model and an optimizer that no strategy has prepared are prepared by the trainer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PPO_ORDER = (
     *('kl_coef', 'train_batch_size', 'buffer_limit', 'buffer_cpu_offload', 'eps_clip', 'value_clip'),
     *('experience_batch_size', 'max_epochs', 'tokenizer', 'sample_replay_buffer', 'dataloader_pin_memory', 'callbacks'),
 )
-"""what may follow the optimizers without a name"""
+"""positional arguments after the optimizers"""
 CACHE_FUNCTIONS = ('prepare_inputs_fn', 'update_model_kwargs_fn')
 
 
@@ -43,11 +43,11 @@ def is_prepared(strategy: Strategy, optimizer: Optimizer) -> bool:
 
 
 class PPOTrainer(OurPPOTrainer):
-    """`chatgpt.trainer.PPOTrainer`, and:
+    """`chatgpt.trainer.PPOTrainer` with these differences:
 
-    - what follows the optimizers may come without names, in its order;
-    - `tokenizer` may be a function of a list of prompts that gives input_ids and attention_mask;
-    - `prepare_inputs_fn` and `update_model_kwargs_fn` are taken and not needed: the engine keeps the cache itself.
+    - the arguments after the optimizers may be positional, in ColossalAI's order;
+    - `tokenizer` may be a function of a list of prompts that returns input_ids and attention_mask;
+    - `prepare_inputs_fn` and `update_model_kwargs_fn` have no effect: the engine manages the cache.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class PPOTrainer(OurPPOTrainer):
 
 
 class RewardModelTrainer(OurRewardModelTrainer):
-    """Its reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
+    """The reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
     eval_dataset, batch_size, max_epochs), with data sets of (chosen ids, mask, rejected ids, mask).
 
-    `batch_size` is of each process. Scores are left where training put them (`calibrate=False`). The learning rate
-    falls as a cosine over the run, in every step.
+    `batch_size` is that of a process. Scores are not shifted after training (`calibrate=False`). The learning rate
+    follows a cosine over the steps of the run.
     """
 
     def __init__(
@@ -173,10 +173,10 @@ class RewardModelTrainer(OurRewardModelTrainer):
 
 
 class SFTTrainer(OurSFTTrainer):
-    """Its SFT trainer: (model, strategy, optim, train_dataloader, eval_dataloader, sampler, batch_size, max_epochs).
+    """The SFT trainer: (model, strategy, optim, train_dataloader, eval_dataloader, sampler, batch_size, max_epochs).
 
-    Every process reads the whole data set of a loader and takes its share of each batch, so `sampler` is not needed.
-    A batch is the loader's on each process.
+    A train batch has the loader's batch size on each process. Every process reads the loader's whole data set and takes
+    its share of each batch, so `sampler` has no effect.
     """
 
     def __init__(
@@ -211,8 +211,7 @@ class SFTTrainer(OurSFTTrainer):
         self.model, self.optimizer = model, optim
 
     def fit(self, logger: Any = None, use_lora: int = 0, log_interval: int | None = None) -> None:  # type: ignore[override]
-        """`logger.info` is told the loss every `log_interval` steps; `use_lora` says nothing that the model does not
-        know."""
+        """Trains, and logs the loss to `logger.info` every `log_interval` steps. `use_lora` has no effect."""
         self._logs.logger = logger
         if log_interval is not None:
             if log_interval < 1:
@@ -222,7 +221,7 @@ class SFTTrainer(OurSFTTrainer):
 
 
 class _LossLog(ours.Callback):
-    """Tells a logger of the losses."""
+    """Logs the losses to a logger."""
 
     logger: Any = None
 
@@ -240,15 +239,14 @@ HOOKS = {
     **dict.fromkeys(('on_learn_epoch_start', 'on_learn_epoch_end'), 1),
     'on_learn_batch_end': 2,
 }
-"""how many arguments its hooks take"""
+"""hook of ColossalAI's callbacks → its number of arguments"""
 
 
 class Callback(ours.Callback):
-    """Derive from it: hooks with its arguments are called with those, hooks with ours, which begin with the trainer, as
-    they are.
+    """Base class of callbacks. Hooks may have ColossalAI's arguments, or this library's, which begin with the trainer.
 
-    `on_make_experience_end(experience)` is given the list of a phase's `chatgpt.types.Experience`, and so is the second
-    argument of `on_learn_batch_end(metrics, experience)`.
+    `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end(metrics, experience)` is the list of a
+    phase's `chatgpt.types.Experience`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -260,12 +258,12 @@ class Callback(ours.Callback):
                     setattr(cls, name, _without_trainer(hook, name))
 
 
-def _nothing(self: Callback, *arguments: Any) -> None:
-    """What a hook does that is not overridden, with whichever arguments a subclass calls it."""
+def _do_nothing(self: Callback, *arguments: Any) -> None:
+    """Does nothing; a hook that is not overridden, callable with any arguments."""
 
 
 for _name in HOOKS:
-    setattr(Callback, _name, _nothing)
+    setattr(Callback, _name, _do_nothing)
 
 
 def _without_trainer(hook: Any, name: str) -> Any:
@@ -275,7 +273,7 @@ def _without_trainer(hook: Any, name: str) -> Any:
             arguments = (*arguments, trainer.last_experiences)
         hook(self, *arguments)
 
-    del called.__wrapped__  # type: ignore[attr-defined]  # a subclass that calls its base has the signature it sees
+    del called.__wrapped__  # type: ignore[attr-defined]  # `signature` of the hook is then the one with the trainer
     return called
 
 
@@ -298,7 +296,7 @@ class PerformanceEvaluator(ours.PerformanceEvaluator):
 class SaveCheckpoint(Callback):
     """Writes `path/episode_N/actor.pt`, `critic.pt` and the state of each optimizer every `interval` episodes.
 
-    (`chatgpt.trainer.callbacks.SaveCheckpoint` writes whole checkpoints, from which a run resumes.)
+    `chatgpt.trainer.callbacks.SaveCheckpoint` writes whole checkpoints, from which a run can resume.
     """
 
     def __init__(
@@ -314,7 +312,7 @@ class SaveCheckpoint(Callback):
         self.path, self.interval, self.strategy = Path(path), interval, strategy
         self.pairs = {'actor': (actor, actor_optim), 'critic': (critic, critic_optim)}
 
-    def on_episode_end(self, episode: int) -> None:
+    def on_episode_end(self, episode: int) -> None:  # type: ignore[override]
         if (episode + 1) % self.interval:
             return
         folder = self.path / f'episode_{episode}'

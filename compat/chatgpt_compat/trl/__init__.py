@@ -1,9 +1,8 @@
-"""TRL's names on this library: `PPOTrainer` of both of its eras, models with a value head, `core`.
+"""TRL's names on this library: `PPOTrainer` of both eras, models with a value head, `core` and more.
 
     from chatgpt_compat.trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
-`SERVED` and `INSTEAD` are what `python -m chatgpt_compat run` and `check` go by; docs/coming_from/trl.md says what is
-the same and what is not.
+`python -m chatgpt_compat run` and `check` read `SERVED` and `INSTEAD`; docs/coming_from/trl.md lists what differs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Arguments of TRL's config classes: which cannot be honoured, the check that nothing is ignored in silence, and what
-the common ones become in `train()`. docs/coming_from/trl/ has pages of them.
+"""Arguments of TRL's config classes: a table of the unsupported ones, the check that none is ignored silently, and the
+conversion of the common ones for `train()`. docs/coming_from/trl/ lists them.
 
-`TrainingArguments` has the fields of transformers' class of that name which scripts give to TRL's configs; importing
-that one would take seconds and accelerate.
+`TrainingArguments` has the fields of transformers' class that scripts set in TRL's configs; importing transformers'
+class takes seconds and needs accelerate.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from chatgpt.trainer.callbacks import TRACKERS, SaveCheckpoint, TensorBoard, Wan
 
 
 class Entry(NamedTuple):
-    """Why an argument cannot be honoured; one that is, or that is a note of the script's, has no entry."""
+    """The reason why an argument is not supported. A supported or informative one has no entry."""
 
     kind: Literal['warned', 'refused']
     note: str
 
 
 def each(entry: Entry, names: str) -> dict[str, Entry]:
-    """Of several arguments."""
+    """Returns a table with one entry for several arguments, given as a text of names."""
     return dict.fromkeys(names.split(), entry)
 
 
 def warned(why: str) -> Entry:
-    """Cannot be honoured, and the run is sound without it, or no argument of that trainer: a warning names it."""
+    """Returns the entry of an argument that gives a warning: the run is valid without it, or the trainer lacks it."""
     return Entry('warned', why)
 
 
 def refused(why: str) -> Entry:
-    """Cannot be honoured, and the run would be another one: an error names it."""
+    """Returns the entry of an argument that is an error: without it the run would be a different one."""
     return Entry('refused', why)
 
 
 def given(config: Any, name: str) -> bool:
-    """Whether a field was given a value, when the config was made, or another than its default since."""
+    """Returns True if a field was passed to the constructor or set to another value than its default later."""
     if name in config._given:
         return True
     value, default = getattr(config, name), _default(config.__dataclass_fields__[name])
@@ -52,7 +52,7 @@ def given(config: Any, name: str) -> bool:
 
 
 def script_level() -> int:
-    """The `stacklevel` with which a warning of the caller's points at the script, however deep in this library."""
+    """Returns the `stacklevel` with which a warning of the caller points at the script."""
     ours, frame, level = ('chatgpt', 'chatgpt_compat'), sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get('__name__', '').partition('.')[0] in ours:
         frame, level = frame.f_back, level + 1
@@ -60,17 +60,17 @@ def script_level() -> int:
 
 
 def check_given(config: Any, table: Mapping[str, Entry]) -> None:
-    """An error for each argument that is not at its default and refused; a warning for a given one without effect.
+    """Warns of given arguments without effect.
 
     Raises:
-        ValueError: names the argument and says why, and what to write instead.
+        ValueError: a refused argument is not at its default; the message has the reason and what to write instead.
     """
     for name, entry in table.items():
         if not given(config, name):
             continue
         value = getattr(config, name)
         if value == _default(config.__dataclass_fields__[name]) and (entry.kind == 'refused' or not value):
-            continue  # what holds here anyway, or something turned off
+            continue  # the behaviour here anyway, or an option turned off
         text = f'{type(config).__name__}: {name}={value!r} '
         if entry.kind == 'refused':
             raise ValueError(f'{text}cannot be honoured: {entry.note}')
@@ -86,7 +86,7 @@ class TrainingArguments:
     """Base of the config classes of TRL's later trainers. Batch sizes are those of one process.
 
     Raises:
-        ValueError: a name that is no argument, with the nearest ones.
+        ValueError: an unknown name; the message has the nearest ones.
     """
 
     output_dir: str | None = None
@@ -189,8 +189,8 @@ class TrainingArguments:
     hub_revision: str | None = None
     include_num_input_tokens_seen: bool = False
 
-    _explicit = frozenset[str]()  # no annotation: it is no field
-    """of an object: the names that the call gave"""
+    _explicit = frozenset[str]()  # without an annotation it is not a field
+    """names of the arguments that the constructor was called with"""
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         known = [name for name in inspect.signature(cls.__init__).parameters if name != 'self']
@@ -201,13 +201,13 @@ class TrainingArguments:
                     f'{cls.__name__}({name}=...): TRL has no such argument, or it is not served here{near}'
                 )
         self = super().__new__(cls)
-        # A parser of command lines gives every field, so that its names say nothing.
+        # A command-line parser passes every field, so its names do not show which ones the user gave.
         everything = {f.name for f in dataclasses.fields(cls) if f.init} <= values.keys()
         self._explicit = frozenset(() if everything else values)
         return self
 
     def __post_init__(self) -> None:
-        # Before anything is filled in. None is how scripts leave an argument to its default.
+        # This precedes the filling-in of defaults. Scripts pass None for the default.
         self._given = {
             f.name
             for f in dataclasses.fields(self)
@@ -215,11 +215,11 @@ class TrainingArguments:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments by name."""
+        """Returns all arguments by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-# ---------------------------------------------------------------------- what they become
+# ---------------------------------------------------------------------- conversion
 
 ARGUMENTS: dict[str, Entry] = {
     **each(
@@ -254,14 +254,14 @@ ARGUMENTS: dict[str, Entry] = {
     'ignore_data_skip': warned('a resumed run goes on with the batch it would have had'),
     'include_num_input_tokens_seen': warned('perf/learn_tokens_per_s in metrics.jsonl counts tokens'),
 }
-"""argument of transformers' class that cannot be honoured: why"""
+"""unsupported argument of transformers' class → reason"""
 
 _ADAMW = ('adamw_torch', 'adamw_torch_fused', 'adamw_hf', 'adamw')
 _SMALL_ADAMW = (
     *('paged_adamw_32bit', 'paged_adamw_8bit', 'paged_adamw', 'adamw_bnb_8bit', 'adamw_8bit', 'adamw_torch_8bit'),
     *('adamw_torch_4bit', 'adamw_apex_fused', 'adamw_anyprecision'),
 )
-"""AdamW with its states elsewhere or in fewer bits"""
+"""variants of AdamW that keep their states elsewhere or in fewer bits"""
 _SCHEDULES = {'linear': 'linear', 'cosine': 'cosine', 'constant': 'constant', 'constant_with_warmup': 'constant'}
 _WHEN = ('steps', 'epoch', 'no')
 CHOICES = {'optim': (*_ADAMW, 'sgd', *_SMALL_ADAMW), 'lr_scheduler_type': tuple(_SCHEDULES)}
@@ -269,13 +269,13 @@ CHOICES |= dict.fromkeys(('logging_strategy', 'eval_strategy', 'save_strategy'),
 
 
 def text_of(args: Any, name: str) -> str:
-    """The argument as text, also of an enum of transformers."""
+    """Returns an argument as text, also from an enum of transformers."""
     value = getattr(args, name)
     return str(getattr(value, 'value', value))
 
 
 def check_choices(args: Any) -> None:
-    """The arguments with a choice of values. Raises ValueError."""
+    """Raises ValueError for an argument with a value that is not among its choices."""
     for name, known in CHOICES.items():
         if (value := text_of(args, name)) not in known:
             raise ValueError(
@@ -291,14 +291,14 @@ def check_choices(args: Any) -> None:
 
 
 def schedule(args: Any, total_steps: int) -> dict[str, Any]:
-    """`lr_schedule` and `warmup_steps` of a run of so many optimizer steps."""
+    """Returns `lr_schedule` and `warmup_steps` for a run of `total_steps` optimizer steps."""
     share = args.warmup_steps if 0 < args.warmup_steps < 1 else args.warmup_ratio
     steps = int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(share * total_steps)
     return {'lr_schedule': _SCHEDULES[text_of(args, 'lr_scheduler_type')], 'warmup_steps': steps}
 
 
 def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
-    """AdamW or SGD over what the model trains; biases and norms do not decay."""
+    """Returns AdamW or SGD over the trainable parameters; biases and norms have no weight decay."""
     import torch
 
     decayed, apart = list[Any](), list[Any]()
@@ -317,13 +317,13 @@ def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
 
 
 def every(value: float | None, default: float, total_steps: int) -> int:
-    """`logging_steps` and its like: a number of steps, or below 1 a share of the run."""
+    """Returns an interval such as `logging_steps` in steps; a value below 1 is a fraction of the run."""
     value = default if value is None else value
     return max(math.ceil(value * total_steps) if value < 1 else int(value), 1)
 
 
 def trackers(args: Any) -> list[Any]:
-    """The callbacks of `report_to`; a warning names a tracker there is none of."""
+    """Returns the callbacks of `report_to`; warns of a tracker without one."""
     given = args.report_to if isinstance(args.report_to, (list, tuple)) else [args.report_to]
     made: list[Any] = []
     for name in given:
@@ -346,7 +346,7 @@ def trackers(args: Any) -> list[Any]:
 
 
 def saving(args: Any, interval: int | None) -> SaveCheckpoint:
-    """The checkpoints of a run; `interval`: learning phases between two."""
+    """Returns the callback that writes checkpoints; `interval`: learning phases between two."""
     if text_of(args, 'save_strategy') == 'no':
         return SaveCheckpoint(interval=None)
     return SaveCheckpoint(interval=interval, keep_last=args.save_total_limit)

@@ -1,8 +1,8 @@
 """`PPOConfig` with the arguments of both of TRL's eras: 0.4 to 0.11 ('classic': the user's own loop of `generate` and
 `step`) and 0.12 to 1.12 ('second': `PPOTrainer.train()`).
 
-`FATES` says for each era which arguments it cannot honour. A script may mix both eras' names: two names for one thing
-follow each other, and which trainer is made decides whose defaults hold for what was not given.
+`UNSUPPORTED` lists the unsupported arguments of each era. A script may mix names of both eras: synonyms get the same
+value, and the trainer that is made decides which era's defaults apply.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     'second': {'seed': 42, 'learning_rate': 3e-6, 'adap_kl_ctrl': False, 'init_kl_coef': 0.05, 'max_grad_norm': 1.0}
     | _BOTH,
 }
-"""of the arguments that are None until the era is known: those of 0.11.4 and of 1.12"""
+"""defaults, of 0.11.4 and of 1.12, of the arguments that are None until the era is known"""
 
-TWINS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
-"""an argument, and the other that means the same"""
+SYNONYMS = {'num_ppo_epochs': 'ppo_epochs', 'kl_coef': 'init_kl_coef', 'optimize_cuda_cache': 'optimize_device_cache'}
+"""argument → the other name of it"""
 
 _MEMORY = warned('a matter of memory or speed, without influence on numbers')
 _ONE_ADAPTER = each(
@@ -34,7 +34,7 @@ _ONE_ADAPTER = each(
     'model_adapter_name ref_adapter_name',
 )
 _CACHE = 'optimize_device_cache optimize_cuda_cache local_rollout_forward_batch_size ds3_gather_for_generation'
-FATES: dict[Era, dict[str, Entry]] = {
+UNSUPPORTED: dict[Era, dict[str, Entry]] = {
     'classic': {
         **_ONE_ADAPTER,
         **each(
@@ -90,18 +90,18 @@ FATES: dict[Era, dict[str, Entry]] = {
         'max_steps': warned('total_episodes, or num_train_epochs, says how long'),
     },
 }
-"""argument that the trainer of an era cannot honour: why"""
+"""era → its unsupported arguments → reason"""
 
 
 @dataclass(kw_only=True)
 class PPOConfig(TrainingArguments):
-    """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12; docs/coming_from/trl/ says what each does.
+    """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12, described in docs/coming_from/trl/.
 
-    What is None by default takes the value of the era (`DEFAULTS`): that of the arguments given, until a trainer is
-    made with it.
+    Arguments with a default of None take the value of the era (`DEFAULTS`): that of the given arguments, until a
+    trainer is made.
 
     Raises:
-        ValueError: an unknown name, two names of one thing with two values, batch sizes that do not divide.
+        ValueError: an unknown name, synonyms with different values, or batch sizes that do not divide.
     """
 
     # both eras
@@ -183,35 +183,35 @@ class PPOConfig(TrainingArguments):
 
     @property
     def era(self) -> Era:
-        """That of the arguments given: the second, where some are only of the second and none only of the classic."""
+        """The era of the given arguments: 'second' if some exist only there and none only in the classic one."""
         return 'second' if self._given & _ONLY_SECOND and not self._given & _ONLY_CLASSIC else 'classic'
 
     def resolve(self, era: Era) -> None:
-        """Fill in what was not given with this era's defaults.
+        """Sets arguments that were not given to this era's defaults.
 
         Raises:
             ValueError: batch sizes that do not divide.
         """
         for name, value in self._filled.items():
-            if getattr(self, name) == value:  # else the script has set it since
+            if getattr(self, name) == value:  # else the script has changed it
                 setattr(self, name, None)
-        self._follow_twins()
+        self._match_synonyms()
         before = {name: getattr(self, name) for name in _DEPEND}
         for name, value in DEFAULTS[era].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._follow_twins()
+        self._match_synonyms()
         if era == 'classic':
             self._classic_batches()
         self._filled = {name: getattr(self, name) for name, value in before.items() if value is None}
 
-    def _follow_twins(self) -> None:
-        """Two names of one thing hold one value.
+    def _match_synonyms(self) -> None:
+        """Gives synonyms the same value.
 
         Raises:
-            ValueError: both were given, with two values.
+            ValueError: both were given with different values.
         """
-        for name, other in TWINS.items():
+        for name, other in SYNONYMS.items():
             one, two = getattr(self, name), getattr(self, other)
             if one is not None and two is not None and one != two:
                 raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
@@ -238,15 +238,15 @@ class PPOConfig(TrainingArguments):
 
     @property
     def total_ppo_epochs(self) -> int:
-        """Steps of the loop until `steps` sequences are seen."""
+        """Steps of the loop for `steps` sequences."""
         return math.ceil(self.steps / (self.batch_size or 1))
 
     def check(self, era: Era) -> None:
-        """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
-        check_given(self, FATES[era])
+        """Raises and warns for unsupported arguments of the era's trainer; see `check_given`."""
+        check_given(self, UNSUPPORTED[era])
 
     def settings(self) -> dict[str, Any]:
-        """The fields of our `PPOConfig` that both trainers take from these arguments alone."""
+        """Returns the fields of our `PPOConfig` that both trainers derive from these arguments alone."""
         scaling = 'none' if not self.use_score_scaling else 'norm' if self.use_score_norm else 'running'
         return {
             'max_epochs': self.ppo_epochs,
@@ -262,8 +262,8 @@ class PPOConfig(TrainingArguments):
         }
 
 
-_DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
-"""what is filled in where it was not given"""
+_DEPEND = (*DEFAULTS['classic'], *SYNONYMS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
+"""arguments that are filled in if they were not given"""
 _ONLY_CLASSIC = {
     *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),
     *('target', 'horizon', 'kl_penalty', 'early_stopping', 'steps', 'log_with', 'use_score_scaling', 'model_name'),
@@ -289,8 +289,8 @@ _SECOND = {
 
 
 class _PPOTrainer:
-    """TRL's `PPOTrainer` of either era, which the names and positions of the arguments of a call decide. A class that
-    has it as a base has the classic one."""
+    """TRL's `PPOTrainer` of either era, chosen by names and positions of a call's arguments. As a base class it is the
+    classic one."""
 
     __name__ = 'PPOTrainer'
 
@@ -308,10 +308,10 @@ PPOTrainer = _PPOTrainer()
 
 
 def is_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call means the second era's trainer.
+    """Returns True if the arguments are those of the second era's trainer.
 
     Raises:
-        ValueError: arguments of both, or of neither.
+        ValueError: they fit both eras or neither.
     """
     classic, second = sorted(_CLASSIC & kwargs.keys()), sorted(_SECOND & kwargs.keys())
     if len(args) > 1:  # the model, or the tokenizer

@@ -1,4 +1,4 @@
-"""`trl.core`: the small functions that scripts import from there."""
+"""The functions of `trl.core` that scripts import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WANDB_PADDING = -1
 
 
 class LengthSampler:
-    """A number of new tokens in [min_value, max_value), drawn with numpy's global generator as TRL draws it."""
+    """A sampler of numbers of tokens in [min_value, max_value), with numpy's global generator as in TRL."""
 
     def __init__(self, min_value: int, max_value: int) -> None:
         if not min_value < max_value:
@@ -35,7 +35,7 @@ class LengthSampler:
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch."""
+    """Seeds the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -45,10 +45,10 @@ def set_seed(seed: int) -> None:
 def respond_to_batch(
     model: Callable[[Tensor], Any], queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """`txt_len` sampled tokens after each of (B, P) prompts of one length, without an end: (B, txt_len) int64.
+    """Samples `txt_len` tokens after each of (B, P) prompts of equal length, ignoring end tokens: (B, txt_len) int64.
 
     Args:
-        model: ids → a tuple or output whose first item is the logits (B, S, V).
+        model: maps ids to a tuple or output with the logits (B, S, V) first.
     """
     sampler = TokenSampler(SamplingParams(max_new_tokens=txt_len, top_k=top_k, top_p=top_p), queries.device)
     ids = queries
@@ -63,26 +63,26 @@ def respond_to_batch(
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor | None, gather: bool = True) -> Tensor:
-    """log softmax of (B, S, V) logits: of the labels (B, S), or with `gather=False` all of it."""
+    """Returns the log softmax of logits (B, S, V) at the labels, (B, S), or with `gather=False` everywhere."""
     if not gather or labels is None:
         return torch.log_softmax(logits, dim=-1)
     return logprobs_of(logits, labels)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """(..., V) → (...), in nats."""
+    """Returns the entropy of logits (..., V) in nats, shape (...)."""
     return entropy_of(logits)
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean of the values whose mask is not 0; along one axis where it is given."""
+    """Returns the mean of the values with a nonzero mask, along `axis` if given."""
     if axis is None:
         return (values * mask).sum() / mask.sum()
     return (values * mask).sum(axis) / mask.sum(axis)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the values whose mask is not 0. Raises ValueError where nothing counts."""
+    """Returns the variance of the values with a nonzero mask. Raises ValueError if there are none."""
     count = mask.sum()
     if count == 0:
         raise ValueError('masked_var: the mask is 0 everywhere; a variance needs values')
@@ -91,9 +91,9 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x − mean) / sqrt(var + 1e-8) with the moments of what counts; `shift_mean=False` adds the mean back.
+    """Returns (x − mean) / sqrt(var + 1e-8) with the masked moments; `shift_mean=False` adds the mean back.
 
-    (`chatgpt.functional.masking.whiten` with `shift_mean=False` scales the mean too.)
+    `chatgpt.functional.masking.whiten` with `shift_mean=False` scales the mean, too.
     """
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
@@ -101,19 +101,19 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
-    """`masked_whiten` where everything counts."""
+    """Returns `masked_whiten` with a mask of ones."""
     return masked_whiten(values, torch.ones_like(values), shift_mean)
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
-    """x within [tensor_min, tensor_max], each a number or a tensor."""
+    """Clamps x to [tensor_min, tensor_max], each a number or a tensor."""
     return torch.clamp(x, torch.as_tensor(tensor_min).to(x), torch.as_tensor(tensor_max).to(x))
 
 
 def top_k_top_p_filtering(
     logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -float('inf'), min_tokens_to_keep: int = 1
 ) -> Tensor:
-    """(B, V) logits with those outside the top k, then outside the nucleus of mass top_p, replaced."""
+    """Replaces logits (B, V) outside the top k, then outside the nucleus of mass top_p, by `filter_value`."""
     k = max(top_k, min_tokens_to_keep) if top_k > 0 else 0
     sampler = TokenSampler(SamplingParams(max_new_tokens=1, top_k=k, top_p=top_p), logits.device)
     kept, _ = sampler.filter(torch.log_softmax(logits.float(), dim=-1))
@@ -124,7 +124,7 @@ def top_k_top_p_filtering(
 
 
 def flatten_dict(nested: Mapping[str, Any], sep: str = '/') -> dict[str, Any]:
-    """Nested dicts as one, keys joined by `sep`."""
+    """Flattens nested dicts; keys are joined by `sep`."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         if sep in name:
@@ -137,7 +137,7 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = '/') -> dict[str, Any]:
 
 
 def stack_dicts(stats_dicts: SequenceOf[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Per key the flattened tensors of all dicts as rows, padded with `WANDB_PADDING`."""
+    """Stacks for each key the flattened tensors of all dicts as rows, padded with `WANDB_PADDING`."""
     return {
         name: pad_sequence(
             [torch.flatten(stats[name]) for stats in stats_dicts], batch_first=True, padding_value=WANDB_PADDING
@@ -147,12 +147,12 @@ def stack_dicts(stats_dicts: SequenceOf[Mapping[str, Tensor]]) -> dict[str, Tens
 
 
 def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and arrays of one element as numbers; everything else as it is."""
+    """Converts tensors and arrays of one element to numbers; other values are unchanged."""
     return {name: v.item() if hasattr(v, 'shape') and tuple(v.shape) in ((), (1,)) else v for name, v in stats.items()}
 
 
 def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors as numpy arrays (bfloat16 as float32), numbers as floats."""
+    """Converts tensors to numpy arrays (bfloat16 to float32) and numbers to floats."""
     found: dict[str, Any] = {}
     value: Any
     for name, value in stats_dict.items():
@@ -164,7 +164,7 @@ def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PPODecorators:
-    """`empty_device_cache()`, which scripts wrap their own functions in; the allocator needs no help here."""
+    """`empty_device_cache()`, which scripts use around their own functions; it has no effect."""
 
     optimize_device_cache = False
 

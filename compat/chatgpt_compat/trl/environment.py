@@ -1,7 +1,7 @@
-"""`TextEnvironment` of TRL 0.7 to 0.11: a model that calls tools within its text, and `TextHistory`, what comes of it.
+"""`TextEnvironment` of TRL 0.7 to 0.11, in which a model calls tools within its text, and its result, `TextHistory`.
 
-A tool is called by `<request><NAME>INPUT<call>`; its answer and `<response>` follow; `<submit>` ends. What tools
-write is masked, so that `PPOTrainer.step(queries, responses, rewards, masks)` does not learn it.
+The model calls a tool with `<request><NAME>INPUT<call>`; the tool's output and `<response>` follow; `<submit>` ends the
+episode. Tool outputs are masked, so that `PPOTrainer.step(queries, responses, rewards, masks)` does not learn them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CALL = re.compile(f'{REQUEST}<(.*?)>(.*?){CALL}', re.DOTALL)
 
 
 class StringStoppingCriteria(StoppingCriteria):
-    """Stops when every sequence of a batch holds one of the strings behind its prompt; `lengths` has the number of
-    tokens of each up to there."""
+    """Stops when every sequence of a batch has one of the strings after its prompt; `lengths` has the number of tokens
+    of each up to then."""
 
     def __init__(self, stop_strings: SequenceOf[str], tokenizer: Any, prompt_length: int) -> None:
         self.stop_strings, self.tokenizer, self.start = list(stop_strings), tokenizer, prompt_length
@@ -67,12 +67,12 @@ class TextHistory:
         return self.text[start:end]
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first segment's tokens; those behind it; their mask."""
+        """Returns the tokens of the first segment, the tokens after it and their mask."""
         cut = self.token_spans[0][1]
         return self.tokens[:cut], self.tokens[cut:], self.token_masks[cut:]
 
     def show_text(self, show_legend: bool = False) -> None:
-        """Print the text, what is not the model's in brackets."""
+        """Prints the text; parts that are not the model's are in brackets."""
         parts = zip(self.text_spans, self.system_spans, strict=True)
         print(''.join(f'[{self.text[a:b]}]' if system else self.text[a:b] for (a, b), system in parts))
 
@@ -81,12 +81,12 @@ class TextEnvironment:
     """Runs a model with tools over a list of tasks.
 
     Args:
-        model: with a value head, or any with `generate`.
-        tools: by name, or a list whose class names are the names; each is called with a text and returns a text.
-        reward_fn: called with the last segment of each episode and the keywords of `run`; one reward for each.
-        prompt: before every task.
-        max_tool_reponse: characters of a tool's answer, the rest is left out (TRL spells it so).
-        max_length: tokens of an episode; None: no limit.
+        model: a model with a value head, or any with `generate`.
+        tools: a dict by name, or a list, which takes the class names; each maps a text to a text.
+        reward_fn: called with the last segment of each episode and the keywords of `run`; returns one reward each.
+        prompt: text before every task.
+        max_tool_reponse: maximum number of characters of a tool's output (spelled as in TRL).
+        max_length: maximum number of tokens of an episode; None for no limit.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TextEnvironment:
         self.request_token, self.call_token, self.response_token, self.submit_token = REQUEST, CALL, RESPONSE, SUBMIT
 
     def run(self, queries: SequenceOf[str], **rewards_kwargs: Any) -> tuple[Any, Any, Any, Any, list[TextHistory]]:
-        """Queries, responses and masks (int64 tensors of each episode), rewards, histories."""
+        """Returns queries, responses and masks (int64 tensors of each episode), rewards, histories."""
         histories = [TextHistory(self.prompt + task, self._ids(self.prompt + task)) for task in queries]
         for _ in range(self.max_turns):
             if not (active := [history for history in histories if not history.completed]):
@@ -127,7 +127,7 @@ class TextEnvironment:
         return columns[0], columns[1], columns[2], [history.reward for history in histories], histories
 
     def step(self, history: TextHistory) -> TextHistory:
-        """Answer the call at the end of an episode that is not complete."""
+        """Runs the tool that an episode calls at its end, unless the episode is complete."""
         if history.completed:
             return history
         tool, query = self.parse_tool_call(history.last_text_segment)
@@ -146,12 +146,12 @@ class TextEnvironment:
         return history
 
     def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
-        """Name and input of the first call in a text; (None, None) without one."""
+        """Returns name and input of the first call in a text; (None, None) without one."""
         found = _CALL.search(text)
         return (found[1], found[2]) if found else (None, None)
 
     def generate(self, histories: list[TextHistory], batch_size: int = 16) -> list[TextHistory]:
-        """Append a segment of the model to each, up to `<call>` or `<submit>`."""
+        """Appends to each a generated segment, up to `<call>` or `<submit>`."""
         for start in range(0, len(histories), batch_size):
             batch = histories[start : start + batch_size]
             longest = max(len(history.tokens) for history in batch)
@@ -174,7 +174,7 @@ class TextEnvironment:
         return self.tokenizer(text, return_tensors='pt')['input_ids'][0].to(device)
 
     def _end(self, history: TextHistory, model_turn: bool) -> None:
-        """Complete an episode that is too long, or has an end token or `<submit>`, or calls nothing."""
+        """Completes an episode that is too long, has an end token or `<submit>`, or does not call a tool."""
         last = history.last_text_segment
         too_long = self.max_length is not None and len(history.tokens) > self.max_length
         calls = REQUEST in last and CALL in last

@@ -34,14 +34,14 @@ from chatgpt.strategies.checkpoint import save_tensors
 from chatgpt_compat.peft import adapted
 
 HEAD_FILE = 'value_head.safetensors'
-"""of this library's folders"""
+"""file of the value head in this library's folders"""
 HEAD = 'v_head.summary.'
-"""what TRL's checkpoints call the head"""
+"""prefix of the value head in TRL's checkpoints"""
 _FILES = (
     *('model.safetensors', 'model.safetensors.index.json', HEAD_FILE),
     *('pytorch_model.bin', 'pytorch_model.bin.index.json'),
 )
-"""where a value head may be, in this order"""
+"""files that may have a value head, in the order of search"""
 _PLACED = 'models are placed by the strategy: on the first GPU, or on the CPU; under torchrun each process on its own'
 _WHOLE = (
     'weights are read and trained in 32 bits, without quantization; peft_config keeps the optimizer small, and '
@@ -52,11 +52,11 @@ _WITHOUT_EFFECT = (
     | dict.fromkeys(('load_in_8bit', 'load_in_4bit', 'quantization_config'), _WHOLE)
     | {'config': 'the config beside the weights is used'}
 )
-_REACHED_THROUGH = {
+_FORWARDED = {
     *('prepare_inputs_for_generation', 'gradient_checkpointing_enable', 'gradient_checkpointing_disable'),
     *('enable_input_require_grads', 'generation_config', 'name_or_path', 'device', 'dtype'),
 }
-_NO_MATTER = (
+_HARMLESS = (
     *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
     *('use_cache', 'return_dict'),
 )
@@ -74,21 +74,21 @@ class ValueHead(nn.Module):
         self.summary = nn.Linear(width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., D) → (..., 1)."""
+        """Returns values (..., 1) of hidden states (..., D)."""
         return self.summary(self.dropout(hidden).to(self.summary.weight.dtype))
 
 
 class PreTrainedModelWrapper(nn.Module):
-    """What TRL's models with a head have in common: `pretrained_model`, and the names that scripts reach through it."""
+    """Base of TRL's models with a head: `pretrained_model`, and access to its attributes."""
 
     def __init__(self, pretrained_model: nn.Module) -> None:
         super().__init__()
         self.pretrained_model = pretrained_model
         self.is_peft_model = has_lora(pretrained_model)
         self.precision = _precision(next(pretrained_model.parameters()).dtype)
-        """that the trainer computes in: 'bf16' or 'fp16' where such a dtype was asked for"""
+        """precision of the trainer: 'bf16' or 'fp16' if the model was loaded with such a dtype, else 'fp32'"""
         if self.precision != 'fp32':
-            pretrained_model.float()  # an update is smaller than what 16 bits of a weight can tell apart
+            pretrained_model.float()  # 16 bits are too few for the small changes of an update
         self.is_sequential_parallel = self.is_loaded_in_8bit = self.is_loaded_in_4bit = False
 
     @property
@@ -97,24 +97,24 @@ class PreTrainedModelWrapper(nn.Module):
         return self.pretrained_model.config
 
     def __getattr__(self, name: str) -> Any:
-        if name in _REACHED_THROUGH:
+        if name in _FORWARDED:
             return getattr(self.pretrained_model, name)
         return super().__getattr__(name)
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
-    """A causal LM of transformers, in which adapters may lie already, with a value head.
+    """A causal LM of transformers, with or without adapters, with a value head.
 
     Args:
-        summary_dropout_prob: of the head; TRL's default of 0.1 where neither this nor the config says.
-        v_head_init_strategy: None draws as `nn.Linear` does; 'normal' draws N(0, v_head_initializer_range), bias 0.
+        summary_dropout_prob: dropout of the head; by default the config's, else TRL's 0.1.
+        v_head_init_strategy: None initialises as `nn.Linear`; 'normal' by N(0, v_head_initializer_range), bias 0.
     """
 
     _scorer: SequenceOf[Any] = ()
-    """the reward model, in a list, so that it is no part of the module"""
+    """the reward model, in a list, so that it is not registered as a submodule"""
     supported_args = ('summary_dropout_prob', 'v_head_initializer_range', 'v_head_init_strategy')
     reads_apart: ClassVar[bool] = False
-    """whether it is one of an encoder-decoder"""
+    """True for an encoder-decoder"""
 
     def __init__(
         self,
@@ -153,14 +153,13 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         dtype: Any = None,
         **kwargs: Any,
     ) -> AutoModelForCausalLMWithValueHead:
-        """A model from a hub name, a folder of TRL's, transformers' or this library's, or a transformers model.
+        """Loads a hub name or a folder of TRL, transformers or this library, or takes a transformers model.
 
-        The value head is read where a checkpoint has one, else drawn. An adapter's folder gives its base with the
-        adapter, which goes on training. Weights stay in 32 bits; 16 bits of `torch_dtype` are what the trainer computes
-        in. `reward_adapter` is a folder or hub name of a classifier's adapter on the same base, which is loaded as a
-        second model for `compute_reward_score`. `kwargs` are those of the constructor and of loading; `device_map` and
-        quantization have no effect, and a warning says what happens instead. Raises ValueError for what is not known or
-        cannot be honoured.
+        The value head is read from the checkpoint, else initialised. An adapter's folder gives its base model with the
+        adapter, which stays trainable. Weights are kept in 32 bits; a `torch_dtype` of 16 bits is the precision of the
+        trainer. `reward_adapter` is a folder or hub name of a classifier's adapter on the same base, loaded as a second
+        model for `compute_reward_score`. `kwargs` are those of the constructor and of loading; `device_map` and
+        quantization give a warning. Raises ValueError for arguments that are unknown or not supported.
         """
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         options = _loading_options(kwargs)
@@ -181,7 +180,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     @torch.no_grad()
     def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
-        """Scores at every position, (B, S, labels) fp32, of `reward_adapter`. Raises ValueError without one."""
+        """Returns scores of `reward_adapter` at every position, (B, S, labels) fp32. Raises ValueError without it."""
         if not self._scorer:
             raise ValueError('compute_reward_score needs reward_adapter= of from_pretrained')
         (scorer,) = self._scorer
@@ -206,7 +205,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return_past_key_values: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """(logits (B, S, V) fp32, loss or None, values (B, S) fp32), and the key-value cache where it is asked for."""
+        """Returns (logits (B, S, V) fp32, loss or None, values (B, S) fp32), and the key-value cache if requested."""
         out = self.pretrained_model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -219,19 +218,19 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return (*found, out.past_key_values) if return_past_key_values else found
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the transformers model."""
+        """Calls `generate` of the transformers model."""
         model: Any = self.pretrained_model
         return model.generate(*args, **kwargs)
 
     # ------------------------------------------------------------------ files
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """By TRL's names: the model's own without a prefix, `v_head.summary.*`; with adapters the head alone."""
+        """Returns tensors by TRL's names: the model's without a prefix, `v_head.summary.*`; with adapters the head."""
         state = {} if self.is_peft_model else dict(self.pretrained_model.state_dict(*args, **kwargs))
         return state | {f'v_head.{name}': tensor for name, tensor in self.v_head.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
-        """What `state_dict` gave, or a state dict of the transformers model with or without a head."""
+        """Loads a result of `state_dict`, or a state dict of the transformers model with or without a head."""
         head = {k.removeprefix('v_head.'): v for k, v in state_dict.items() if k.startswith('v_head.')}
         rest = {k.removeprefix('pretrained_model.'): v for k, v in state_dict.items() if not k.startswith('v_head.')}
         if head:
@@ -239,8 +238,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         return self.pretrained_model.load_state_dict(rest, strict=strict and bool(rest), assign=assign)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """A folder that TRL, this class and, but for the head, transformers load; `Actor.from_pretrained` too. With
-        adapters it gets the adapter in PEFT's format, and the head in the `pytorch_model.bin` that TRL looks for.
+        """Writes a folder that TRL, this class, `Actor.from_pretrained` and, without the head, transformers load. With
+        adapters it has the adapter in PEFT's format, and the head in `pytorch_model.bin`, where TRL looks for it.
         `kwargs`: `state_dict` and `max_shard_size` of transformers. Weights are always safetensors."""
         folder = Path(save_directory)
         if kwargs.pop('safe_serialization', True) is False:
@@ -260,14 +259,14 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         save_tensors(head, folder / HEAD_FILE)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Upload what `save_pretrained` writes, through huggingface_hub; the address."""
+        """Uploads the result of `save_pretrained` and returns its address."""
         return upload(self.save_pretrained, repo_id, **kwargs)
 
 
 class AutoModelForSeq2SeqLMWithValueHead(AutoModelForCausalLMWithValueHead):
     """An encoder-decoder (T5, BART) with a value head on its decoder; else as `AutoModelForCausalLMWithValueHead`.
 
-    `forward` takes `decoder_input_ids`, whose positions logits and values are of.
+    `forward` takes `decoder_input_ids`; logits and values are those of its positions.
     """
 
     reads_apart = True
@@ -277,7 +276,7 @@ class AutoModelForSeq2SeqLMWithValueHead(AutoModelForCausalLMWithValueHead):
 
 
 def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The options of `load_model` among transformers' arguments; warnings for what has no effect here."""
+    """Returns the options of `load_model` among transformers' arguments; warns of those without effect."""
     options = dict(kwargs)
     if 'use_auth_token' in options:
         options['token'] = options.pop('use_auth_token')
@@ -285,7 +284,7 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
         value = options.pop(name, None)
         if value not in (None, False):
             warnings.warn(f'from_pretrained: {name}={value!r} has no effect here: {instead}', stacklevel=3)
-    for name in _NO_MATTER:
+    for name in _HARMLESS:
         options.pop(name, None)
     for name in options:
         if name not in LOAD_OPTIONS:
@@ -296,8 +295,8 @@ def _loading_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward_model(adapter: Any, base: Any, options: Mapping[str, Any]) -> Any:
-    """The frozen sequence classifier of a PEFT adapter: with as many labels as its head has. Raises ValueError for an
-    adapter without a head, or a model that was not loaded from a name."""
+    """Returns the frozen sequence classifier of a PEFT adapter; its head gives the number of labels. Raises ValueError
+    for an adapter without a head, or a model that was not loaded from a name."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
@@ -322,7 +321,7 @@ def _precision(dtype: Any) -> str:
 
 
 def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] | None]:
-    """The causal LM, and the tensors of a value head beside it."""
+    """Returns the causal LM and the tensors of its value head, or None."""
     if isinstance(source, nn.Module):
         if not isinstance(source, PreTrainedModel) and not hasattr(source, 'peft_config'):
             raise ValueError(
@@ -341,10 +340,10 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
 
 
 def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tensor] | None:
-    """'weight' and 'bias' of the value head of a folder or hub name; None where it has none.
+    """Returns 'weight' and 'bias' of the value head of a folder or hub name; None if it has none.
 
-    TRL's `v_head.summary.*` in safetensors or pickled files, whole or sharded, and this library's own file. Raises
-    ValueError for a damaged file, and for a file that is more than tensors.
+    Reads TRL's `v_head.summary.*` in safetensors or pickled files, whole or sharded, and this library's own file.
+    Raises ValueError for a damaged file, and for a file with other objects than tensors.
     """
     for file_name in _FILES:
         if (path := _file_of(name, file_name, hub or {})) is None:
@@ -364,7 +363,7 @@ def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tens
 
 
 def _file_of(name: str, file_name: str, hub: Mapping[str, Any]) -> Path | None:
-    """A file of a folder or hub name; None where it is not there."""
+    """Returns the path of a file of a folder or hub name; None if it does not exist."""
     from transformers.utils.hub import cached_file
 
     raised = ('gated_repo', 'missing_entries', 'connection_errors')
@@ -379,7 +378,7 @@ def _head_in(path: Path) -> dict[str, Tensor]:
                 names = [name for name in file.keys() if name.startswith(HEAD) or path.name == HEAD_FILE]
                 return {name.removeprefix(HEAD): file.get_tensor(name) for name in names}
         state = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # what unpickling may raise is not bounded
+    except Exception as error:  # unpickling may raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f'{path}: not a file of tensors, and nothing else is unpickled ({reason})') from None
     return {name.removeprefix(HEAD): tensor for name, tensor in state.items() if name.startswith(HEAD)}
@@ -391,11 +390,11 @@ def _head_in(path: Path) -> dict[str, Tensor]:
 def create_reference_model(
     model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> nn.Module:
-    """A frozen copy of a model in eval mode.
+    """Returns a frozen copy of a model in eval mode.
 
-    With `num_shared_layers`, counted from the embeddings, everything before that block is frozen in the model too, and
-    copy and model hold the same tensors there. `pattern` is how parameters of a block are called, with `{layer}` for
-    its number, where it is not the usual way. Raises ValueError where no parameter is called so, and for a meta model.
+    With `num_shared_layers`, counted from the embeddings, everything before that block is frozen in the model, too, and
+    shared with the copy. `pattern` is the name of a block's parameters with `{layer}` for its number, if it is unusual.
+    Raises ValueError if no parameter matches, and for a meta model.
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError('create_reference_model: the model has no weights yet (meta device); load it first')
@@ -417,7 +416,7 @@ def create_reference_model(
 
 
 def _pattern(model: nn.Module) -> str:
-    """How the parameters of block `{layer}` are called."""
+    """Returns the name of the parameters of block `{layer}`."""
     config = getattr(model, 'config', None)
     count = getattr(config, 'num_hidden_layers', None)
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
@@ -430,9 +429,9 @@ def _pattern(model: nn.Module) -> str:
 
 
 def upload(save: Callable[[Path], Any], repo_id: str, **kwargs: Any) -> str:
-    """Upload what `save` writes into a folder to a model repository of the hub, which is made if absent; its address.
-    `kwargs`: `private`, `commit_message`, `token`, and `revision` or `branch`. Raises PushError where the hub cannot be
-    reached, or refuses; it says where the files are, and how to upload them later."""
+    """Uploads a folder that `save` writes to a model repository of the hub, created if absent; returns its address.
+    `kwargs`: `private`, `commit_message`, `token`, and `revision` or `branch`. Raises PushError if the hub cannot be
+    reached or refuses, with the place of the files and how to upload them later."""
     kwargs = {('revision' if name == 'branch' else name): value for name, value in kwargs.items()}
     known = {name: kwargs.pop(name) for name in ('private', 'commit_message', 'token', 'revision') if name in kwargs}
     for name in kwargs:

@@ -1,5 +1,5 @@
-"""What DPO, SFT and reward models of TRL 0.12 to 1.12 have in common, which only learn: arguments, how many steps,
-training, logging and evaluation. What each learns: `pairs` and `sft`."""
+"""The common base of DPO, SFT and reward models of TRL 0.12 to 1.12: arguments, number of steps, training, logging and
+evaluation. The methods are in `pairs` and `sft`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from chatgpt_compat.trl.training import (
     tokenizer_of,
 )
 
-FATES = ARGUMENTS | {'activation_offloading': warned('a matter of memory, without influence on numbers')}
-"""argument that cannot be honoured: why"""
+UNSUPPORTED = ARGUMENTS | {'activation_offloading': warned('a matter of memory, without influence on numbers')}
+"""unsupported argument → reason"""
 
 REASONS = {
     'data_collator': 'records are batched here: give rows of text. Rows of prompt and completion count the completion '
@@ -42,12 +42,12 @@ REASONS = {
     'model_init': 'give the model',
     'infinite': 'give max_steps',
 }
-"""argument of a constructor that cannot be honoured: what to do instead"""
+"""unsupported argument of a constructor → what to do instead"""
 
 
 @dataclass(kw_only=True)
 class OfflineArguments(TrainingArguments):
-    """Arguments of all three configs."""
+    """Arguments that all three configs have."""
 
     output_dir: str | None = field(default=None, kw_only=False)
     max_length: int | None = 1024
@@ -56,7 +56,7 @@ class OfflineArguments(TrainingArguments):
     pad_to_multiple_of: int | None = None
     pad_token: str | None = None
     activation_offloading: bool = False
-    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+    trust_remote_code: InitVar[bool] = False  # not a command-line flag: ModelConfig has that
 
     def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
         super().__post_init__()
@@ -64,7 +64,7 @@ class OfflineArguments(TrainingArguments):
 
 
 class Plan(NamedTuple):
-    """Optimizer steps of a run over a list of records: how many, and between what."""
+    """Numbers of optimizer steps of a run over a list of records."""
 
     batch_size: int
     per_epoch: int
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
     eval_every: int | None
     save_every: int | None
     log_interval: int
-    """of one learning phase, which divides the others"""
+    """steps of one learning phase, a divisor of the other intervals"""
 
 
 def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
@@ -94,26 +94,26 @@ def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
 
 
 class OfflineLaterTrainer(LaterTrainer):
-    """DPO, SFT and reward models: `inner` is an `OfflineTrainer`.
+    """Base of the trainers of DPO, SFT and reward models; `inner` is an `OfflineTrainer`.
 
     Args:
         model: a transformers model, trained in place; a PEFT model; or a name or folder.
-        data_collator: cannot be honoured.
-        processing_class: the tokenizer, whose older name is `tokenizer`; None is the model's own.
+        data_collator: not supported.
+        processing_class: the tokenizer, in older versions `tokenizer`; None loads the model's own.
         optimizers: (an optimizer over the model's parameters, None).
-        **older: arguments of the config that the trainer itself took in older versions.
+        **older: arguments of the config that older versions take in the trainer.
 
     Raises:
-        ValueError: what is missing or cannot be honoured, by name; before a model is touched.
+        ValueError: an argument is missing or not supported; raised before the model is changed.
     """
 
     CONFIG: ClassVar[type]
     OURS: ClassVar[tuple[Any, Any]]
-    """our trainer and its config"""
+    """this library's trainer and its config"""
     NAMES: ClassVar[Mapping[str, str]]
-    """TRL's name of a metric → ours without prefix"""
-    FATES: ClassVar[Mapping[str, Entry]] = FATES
-    """argument of the config that cannot be honoured: why"""
+    """TRL's name of a metric → this library's without prefix"""
+    UNSUPPORTED: ClassVar[Mapping[str, Entry]] = UNSUPPORTED
+    """unsupported argument of the config → reason"""
     model: Any
 
     def __init__(
@@ -140,7 +140,9 @@ class OfflineLaterTrainer(LaterTrainer):
             raise ValueError(
                 'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
             )
-        args = resolved(with_older(owner, args, self.CONFIG, older), self.CONFIG, 'trainer_output', self.FATES)
+        args = resolved(
+            with_older_arguments(owner, args, self.CONFIG, older), self.CONFIG, 'trainer_output', self.UNSUPPORTED
+        )
         self.check_arguments(args)
         words = tokenizer_of(processing_class, tokenizer, model)
         if getattr(args, 'eos_token', None) is not None:
@@ -182,26 +184,26 @@ class OfflineLaterTrainer(LaterTrainer):
         self._losses: list[tuple[int, float]] = []
 
     def check_arguments(self, args: Any) -> None:
-        """Raises ValueError for values that this method does not serve; may set one by another of its names."""
+        """Raises ValueError for values that the method does not support; may set an argument from its synonym."""
 
     @abstractmethod
     def make_models(self, model: Any, peft_config: Any) -> tuple[Any, dict[str, Any]]:
-        """The Actor or RewardModel that is trained, and frozen ones by the names of our trainer; none prepared. Sets
-        `self.model`."""
+        """Returns the Actor or RewardModel to train and a dict of frozen models by our trainer's arguments, not
+        prepared. Sets `self.model`."""
 
     def settings(self) -> dict[str, Any]:
-        """Fields of our config beside those of every trainer."""
+        """Returns fields of our config in addition to those of every trainer."""
         return {}
 
     def records(self, dataset: Any) -> list[Any]:
-        """The records of a dataset, as the objective takes them: here preferences."""
+        """Returns the records of a dataset for the objective, here preferences."""
         limit = max_length_of(self.args, 'max_length', self.model)
         return load_preferences(dataset, self.processing_class, max_length=limit)[0]
 
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: bool | str | None = None, **unknown: Any) -> TrainOutput:
-        """Train, and return transformers' (global_step, training_loss, metrics). Raises ValueError for other arguments
+        """Trains and returns transformers' (global_step, training_loss, metrics). Raises ValueError for other arguments
         of transformers' `train`."""
         if any(value is not None for value in unknown.values()):
             raise ValueError(f'train: {", ".join(unknown)} cannot be honoured here; leave it out')
@@ -229,16 +231,16 @@ class OfflineLaterTrainer(LaterTrainer):
 
     def after_batch(self, metrics: Mapping[str, float]) -> None:
         self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
-        self.bridge.tell('on_step_end')
+        self.bridge.notify('on_step_end')
 
     def after_phase(self, metrics: dict[str, float]) -> None:
-        """Log where `logging_steps` are full, evaluate where it is due."""
+        """Logs every `logging_steps`, and evaluates at the evaluation interval."""
         step, plan = self.inner.batches_done, self.plan
         last = step == plan.total
         count = step % plan.log_interval or plan.log_interval
         prefix = self.inner.objective.prefix
         self._losses.append((count, metrics[f'{prefix}/loss']))
-        self._waiting.append((count, self._theirs(metrics, f'{prefix}/')))
+        self._waiting.append((count, self._trl_metrics(metrics, f'{prefix}/')))
         if step % plan.log_every == 0 or last:
             total = sum(n for n, _ in self._waiting)
             means = {k: sum(n * v[k] for n, v in self._waiting) / total for k in self._waiting[0][1]}
@@ -250,11 +252,11 @@ class OfflineLaterTrainer(LaterTrainer):
             self._waiting.clear()
             self.log(logs)
             metrics.update(logs)
-        ends = last and text_of(self.args, 'eval_strategy') == 'epoch'  # the end of the run is that of its last epoch
+        ends = last and text_of(self.args, 'eval_strategy') == 'epoch'  # the run's end is that of its last epoch
         if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or ends):
             metrics.update(self.evaluate())
 
-    def _theirs(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
+    def _trl_metrics(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
         return {name: ours[prefix + own] for name, own in self.NAMES.items() if prefix + own in ours}
 
     # ------------------------------------------------------------------ evaluation
@@ -262,8 +264,8 @@ class OfflineLaterTrainer(LaterTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
     ) -> dict[str, float]:
-        """The loss and its companions over a dataset (or a dict of them), as `<prefix>_<name>`; logged.
-        Raises ValueError where there is nothing to evaluate on."""
+        """Returns and logs the metrics over a dataset or a dict of datasets, as `<prefix>_<name>`.
+        Raises ValueError if there is no dataset."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError('evaluate: there is no eval_dataset; give it here or to the trainer')
@@ -272,23 +274,23 @@ class OfflineLaterTrainer(LaterTrainer):
             for name, part in data.items():
                 results |= self.evaluate(part, metric_key_prefix=f'{metric_key_prefix}_{name}')
             return results
-        if id(data) not in self._eval_records:  # a dataset keeps its records, which keep what is computed once
+        if id(data) not in self._eval_records:  # records cache what is computed once
             self._eval_records[id(data)] = (data, self.inner.objective.records(self.records(data)))
         records = self._eval_records[id(data)][1]
         start = time.perf_counter()
-        found = self._theirs(self.inner.evaluate(records))
+        found = self._trl_metrics(self.inner.evaluate(records))
         seconds = time.perf_counter() - start
         result = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
         result[f'{metric_key_prefix}_runtime'] = seconds
         result[f'{metric_key_prefix}_samples_per_second'] = len(records) / max(seconds, 1e-9)
         result['epoch'] = self._epoch()
         self.log(result)
-        self.bridge.tell('on_evaluate', metrics=result)
+        self.bridge.notify('on_evaluate', metrics=result)
         return result
 
 
-def with_older(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:
-    """`args` with what older versions took in the constructor. Raises ValueError for a name that is no argument."""
+def with_older_arguments(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:
+    """Returns `args` with the constructor's arguments of older versions. Raises ValueError for an unknown name."""
     given = {name: value for name, value in older.items() if value is not None}
     if not given:
         return args

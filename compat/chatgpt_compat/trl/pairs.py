@@ -1,5 +1,5 @@
-"""`DPOConfig`, `DPOTrainer`, `RewardConfig` and `RewardTrainer` as TRL 0.12 to 1.12 have them, over our trainers:
-what learns from pairs of answers."""
+"""`DPOConfig`, `DPOTrainer`, `RewardConfig` and `RewardTrainer` of TRL 0.12 to 1.12, which learn from pairs of
+responses, on this library's trainers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import chatgpt.trainer as ours
 from chatgpt.nn import Actor, AutoRM, RewardModel, has_lora
 from chatgpt_compat.peft import HEADS, adapted
 from chatgpt_compat.trl.arguments import each, refused, warned
-from chatgpt_compat.trl.offline import FATES, OfflineArguments, OfflineLaterTrainer
+from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer
 from chatgpt_compat.trl.training import causal_lm, loading_options, trainable, warn_of_options
 
 LOSSES = ('sigmoid', 'hinge', 'robust')
-"""values of loss_type"""
+"""supported values of loss_type"""
 OF_DPO = {
     **each(
         warned('a record is cut to max_length as a whole: the prompt loses its beginning, then the answer its end'),
@@ -43,7 +43,7 @@ OF_DPO = {
 
 @dataclass(kw_only=True)
 class DPOConfig(OfflineArguments):
-    """Arguments of `DPOTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
+    """Arguments of `DPOTrainer`, described in docs/coming_from/trl/offline_arguments.md."""
 
     learning_rate: float = 1e-6
     beta: float = 0.1
@@ -81,7 +81,7 @@ class DPOConfig(OfflineArguments):
 
 
 def loss_of(args: Any) -> dict[str, Any]:
-    """`loss_type` and `label_smoothing` of our config."""
+    """Returns `loss_type` and `label_smoothing` of our config."""
     names = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
     if len(names) != 1:
         raise ValueError(f'DPOConfig: loss_type={args.loss_type!r}; a sum of losses is not served here: give one')
@@ -99,21 +99,21 @@ def loss_of(args: Any) -> dict[str, Any]:
 
 
 def merged(model: Any) -> Any:
-    """The model with the adapters of a PEFT model added to its weights; another model as it is."""
+    """Returns a PEFT model with its adapters merged; any other model unchanged."""
     return model.merge_and_unload() if hasattr(model, 'peft_config') and hasattr(model, 'merge_and_unload') else model
 
 
 class DPOTrainer(OfflineLaterTrainer):
     """Direct preference optimisation. Data: rows with prompt, chosen, rejected, as text or turns; or whole dialogues.
 
-    Its arguments are (model, ref_model, args, ...) as of `OfflineLaterTrainer`. `ref_model` is the frozen reference;
-    None is a copy, or with adapters the model without them. A PEFT model is merged where `peft_config` is given, and as
-    `ref_model`.
+    Arguments are (model, ref_model, args, ...), see `OfflineLaterTrainer`. `ref_model` is the frozen reference; None
+    takes a copy of the model, or with adapters the model without them. A PEFT model is merged if it is
+    `ref_model` or `peft_config` is given.
     """
 
     CONFIG = DPOConfig
     OURS = (ours.DPOTrainer, ours.DPOConfig)
-    FATES = FATES | OF_DPO
+    UNSUPPORTED = UNSUPPORTED | OF_DPO
     NAMES: ClassVar = {
         'loss': 'loss',
         'rewards/chosen': 'reward_chosen',
@@ -147,14 +147,14 @@ class DPOTrainer(OfflineLaterTrainer):
     def settings(self) -> dict[str, Any]:
         return {'beta': self.args.beta, **loss_of(self.args)}
 
-    def _theirs(self, metrics: Any, prefix: str = '') -> dict[str, float]:
-        found = super()._theirs(metrics, prefix)
+    def _trl_metrics(self, metrics: Any, prefix: str = '') -> dict[str, float]:
+        found = super()._trl_metrics(metrics, prefix)
         return found | {'rewards/margins': found['rewards/chosen'] - found['rewards/rejected']}
 
 
 @dataclass(kw_only=True)
 class RewardConfig(OfflineArguments):
-    """Arguments of `RewardTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
+    """Arguments of `RewardTrainer`, described in docs/coming_from/trl/offline_arguments.md."""
 
     learning_rate: float = 1e-4
     center_rewards_coefficient: float | None = None
@@ -164,13 +164,12 @@ class RewardConfig(OfflineArguments):
 
 
 class RewardTrainer(OfflineLaterTrainer):
-    """A reward model from pairs, over `RewardModelTrainer`. Data: rows with chosen and rejected, with or without
-    prompt, as text or turns; a column margin is subtracted from the difference. The model is a sequence classifier
-    with one label."""
+    """Training of a reward model, a sequence classifier with one label, by `RewardModelTrainer`. Data: rows with chosen
+    and rejected, with or without prompt, as text or turns; a column margin is subtracted from the difference."""
 
     CONFIG = RewardConfig
     OURS = (ours.RewardModelTrainer, ours.RewardModelConfig)
-    FATES = FATES | {'chat_template_path': refused("set the tokenizer's chat_template")}
+    UNSUPPORTED = UNSUPPORTED | {'chat_template_path': refused("set the tokenizer's chat_template")}
     NAMES: ClassVar = {'loss': 'loss', 'accuracy': 'accuracy', 'margin': 'margin', 'mean_reward': 'score_mean'}
     saves_adapters = False
 
@@ -181,7 +180,7 @@ class RewardTrainer(OfflineLaterTrainer):
             model = scorer.model
         else:
             warn_of_options(args, 'model_init_kwargs')
-            model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
+            model = adapted(model, None, heads=HEADS)  # a PEFT model keeps its adapters
             scorer = RewardModel.from_classifier(model)
         adapted(trainable(scorer.model, args), peft_config, heads=HEADS)
         if args.disable_dropout:

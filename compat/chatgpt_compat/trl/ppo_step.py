@@ -1,7 +1,7 @@
-"""TRL's classic `PPOTrainer` (0.4 to 0.11): a model with a value head, and the script's own loop of `generate` and
-`step`.
+"""TRL's classic `PPOTrainer` (0.4 to 0.11): a model with a value head, and a loop of `generate` and `step` in the
+script.
 
-It drives a `chatgpt.trainer.PPOTrainer`; here are TRL's arguments and its shapes of input and output.
+It has TRL's arguments and shapes of input and output on a `chatgpt.trainer.PPOTrainer`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from chatgpt_compat.trl.models import PreTrainedModelWrapper, create_reference_m
 from chatgpt_compat.trl.training import launched
 
 KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
-_FOLLOWED = {
+_UPDATED = {
     *('experience_batch_size', 'train_batch_size', 'max_epochs', 'max_tokens_per_batch', 'max_grad_norm', 'gamma'),
     *('lam', 'eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
 }
-"""settings that our trainer reads in every step"""
+"""settings of our trainer that are updated in every step"""
 _POSITIONS = 1024
-"""tokens of a row that a micro-batch is planned for, where the model takes more"""
+"""tokens of a row for planning micro-batches, unless the model's context is shorter"""
 
 
 _OWN = 'of your own is {} of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
@@ -58,14 +58,14 @@ _INNER = {
     'record_step_stats': 'change what step returns',
     '_generate_batched': 'override generate',
 }
-"""methods of TRL's trainer that its subclasses override, and what to do here"""
+"""method of TRL's trainer that subclasses override → what to do here"""
 
 
 # ------------------------------------------------------------------ the trainer of this library, with TRL's measures
 
 
 def _whitened_gae(experiences: list[Experience], settings: Any) -> Estimates:
-    """GAE on rewards whitened as TRL does: the mean is added back unscaled, where ours is scaled with the rest."""
+    """GAE on rewards whitened as in TRL, which adds the mean back unscaled; this library scales it with the rest."""
     masks = [e.response_mask for e in experiences]
     flat = masked_whiten(torch.cat([e.rewards for e in experiences]), torch.cat(masks).float(), shift_mean=False)
     rewards = flat.split([e.num_actions for e in experiences])
@@ -77,8 +77,8 @@ WHITENED_GAE = Estimator(fn=_whitened_gae, needs_values=True)
 
 
 class _Engine(RolloutEngine):
-    """The local engine; `model.generate` for an encoder-decoder, and for a call with settings that only transformers
-    has (beams, penalties)."""
+    """The local engine, or `model.generate` for an encoder-decoder and for settings that only transformers has (beams,
+    penalties)."""
 
     abilities = Abilities(copies_weights=False, reproducible=True)
 
@@ -106,7 +106,7 @@ class _Engine(RolloutEngine):
 
 
 class _Trainer(PPOTrainer):
-    """`PPOTrainer` that measures what TRL's statistics need."""
+    """`PPOTrainer` with the measures that TRL's statistics need."""
 
     recorder = Recorder()
 
@@ -117,7 +117,7 @@ class _Trainer(PPOTrainer):
 
 
 def our_config(config: PPOConfig, world_size: int, max_positions: int) -> OurConfig:
-    """Our settings for a classic config."""
+    """Returns our settings for a classic config."""
     assert config.mini_batch_size is not None and config.backward_batch_size is not None
     assert config.batch_size is not None
     kind: Any = KL_KINDS[config.kl_penalty]
@@ -142,14 +142,14 @@ def our_config(config: PPOConfig, world_size: int, max_positions: int) -> OurCon
 
 
 class ClassicPPOTrainer:
-    """TRL's trainer of 0.4 to 0.11. Raises ValueError for arguments that are not what they must be.
+    """TRL's trainer of 0.4 to 0.11. Raises ValueError for arguments of a wrong type.
 
     Args:
-        model: with a value head; trained in place, so `model` is the trained one at any time.
-        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model
-            with an adapter is its own reference, without it.
-        dataset, data_collator: rows for `dataloader`, and rows → a batch of it.
-        optimizer: of the model's parameters; Adam with config.learning_rate by default.
+        model: a model with a value head, trained in place.
+        ref_model: the frozen reference. None takes a copy of the model that shares `num_shared_layers` blocks; the
+            reference of a model with an adapter is the model without it.
+        dataset, data_collator: rows for `dataloader`, and a function from rows to a batch.
+        optimizer: an optimizer of the model's parameters; Adam with config.learning_rate by default.
         lr_scheduler: stepped once per `step`.
     """
 
@@ -237,8 +237,9 @@ class ClassicPPOTrainer:
     # ------------------------------------------------------------------ data
 
     def prepare_dataloader(self, dataset: Any, data_collator: Callable[[list[Any]], Any] | None = None) -> DataLoader:
-        """Shuffled batches of config.batch_size rows, without the last short one; tensors are on the device. Columns of
-        a `datasets` dataset that neither a model takes nor `log_stats` shows are removed with remove_unused_columns."""
+        """Returns a loader of shuffled batches of config.batch_size rows on the device, without the last short one.
+        With remove_unused_columns, columns of a `datasets` dataset that neither a model nor `log_stats` uses are
+        dropped."""
         kept = {'input_ids', 'attention_mask', 'past_key_values', 'label', 'query', 'response'}
         names = getattr(dataset, 'column_names', None)
         if self.config.remove_unused_columns and isinstance(names, list) and hasattr(dataset, 'remove_columns'):
@@ -268,17 +269,17 @@ class ClassicPPOTrainer:
         generate_ref_response: bool = False,
         **generation_kwargs: Any,
     ) -> Any:
-        """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
+        """Generates responses, int64 on the device: (1, L) for one query (P,), a list of (L,) for a list of queries.
 
-        What is left open is transformers' default: greedy, 20 new tokens, and, where it samples, top_k=50. Settings
-        that only `model.generate` has (beams, penalties) go there.
+        Defaults are those of transformers: greedy, 20 new tokens, and top_k=50 when sampling. `model.generate` runs
+        calls with settings that only it has (beams, penalties).
 
         Args:
-            length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
-            return_prompt: the prompt's tokens before the response's; of an encoder-decoder always the start token.
-            generate_ref_response: also the reference's, by transformers' `generate`: (responses, reference responses).
-            **generation_kwargs: as of `model.generate`. `attention_mask` is of one query, (P,) or (1, P), or a list of
-                them; what it pads is left out of a query, though not of the prompt before its response.
+            length_sampler: returns the number of new tokens; called once per `batch_size` queries, as in TRL.
+            return_prompt: the response follows the prompt's tokens; for an encoder-decoder always the start token.
+            generate_ref_response: return (responses, responses of the reference), the latter by transformers.
+            **generation_kwargs: those of `model.generate`. `attention_mask` is that of a query, (P,) or (1, P), or a
+                list of them; padding is dropped from the query, but not from the prompt that is returned.
         """
         if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
             raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
@@ -314,7 +315,7 @@ class ClassicPPOTrainer:
 
     @torch.no_grad()
     def _of_reference(self, queries: list[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
-        """Responses of the reference to a batch, each up to its end token and with it."""
+        """Returns responses of the reference to a batch, each up to and including its end token."""
         if self.ref_model is None:
             raise ValueError(
                 'generate_ref_response needs a ref_model: the reference of a model with adapters is not one'
@@ -339,7 +340,7 @@ class ClassicPPOTrainer:
         return found
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
-        """Our generation keywords for transformers'."""
+        """Converts transformers' generation keywords to ours."""
         given = dict(given)
         for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
             if given.pop(name, None) not in (None, True):
@@ -364,7 +365,7 @@ class ClassicPPOTrainer:
             settings |= {name: limit for name, limit in limits.items() if limit} or {'max_new_tokens': 20}
         if self.is_encoder_decoder and (length := settings.pop('max_length', None)):  # of the decoder, with its start
             settings.setdefault('max_new_tokens', length - 1)
-        if not settings['do_sample']:  # transformers filters draws only
+        if not settings['do_sample']:  # transformers filters only when sampling
             settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
         if (end := settings['eos_token_id']) is not None:
             # TRL's scripts write -1, or a number beyond the vocabulary, for no end at all
@@ -381,20 +382,20 @@ class ClassicPPOTrainer:
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
     ) -> dict[str, Any]:
-        """One learning phase on `batch_size` scored responses of this process; TRL's statistics, which
-        docs/coming_from/trl/statistics.md lists. Raises ValueError for what is no list of so many tensors.
+        """Learns from `batch_size` scored responses of this process and returns TRL's statistics, listed in
+        docs/coming_from/trl/statistics.md. Raises ValueError for arguments that are not lists of that many tensors.
 
         Args:
             queries, responses: int64 tensors, (P,) and (A,); responses of an encoder-decoder may begin with its start
-                token, as `generate` gives them, which is none of the A.
-            scores: a tensor per response, of one element or one per token.
-            response_masks: (A,), 1 = a token of the model's own.
+                token, as returned by `generate`, which A does not count.
+            scores: a tensor per response, with one element or one per token.
+            response_masks: (A,), 1 = a token that the model generated.
         """
         start = time.perf_counter()
         self._check_lists(queries=queries, responses=responses, scores=scores)
         inner, kl_coef = self.inner, self.kl_ctl.value
         self._follow_config()
-        inner.take_learning_rates()  # of a scheduler, or set by hand
+        inner.take_learning_rates()  # set by a scheduler or by the script
         dropout_off(self._strategy.unwrap(inner.actor))  # the script may have called model.train()
         inner.recorder = Recorder()
         metrics = inner.step(
@@ -408,7 +409,7 @@ class ClassicPPOTrainer:
         stats = of_step(experiences, metrics, inner.recorder, inner.config.value_coef)
         stats['ppo/learning_rate'] = float(self.optimizer.param_groups[0]['lr'])
         if self.config.adap_kl_ctrl and inner.config.kl_kind != 'k1':
-            # Ours follows log π − log π_ref whatever the reward pays; TRL's follows what the reward pays.
+            # Our controller follows log π − log π_ref, TRL's the penalty in the reward.
             self.kl_ctl.load_state_dict(self.kl_ctl.state_dict() | {'value': kl_coef})
             self.kl_ctl.update(stats['objective/kl'], len(experiences))
         if stats['objective/kl'] < -1.0:
@@ -432,13 +433,12 @@ class ClassicPPOTrainer:
         return response[1:] if starts else response
 
     def _follow_config(self) -> None:
-        """What the script has set in `config` since the trainer was made counts from this step on, as in TRL; a warning
-        where it cannot."""
+        """Applies later changes of `config` from this step on, as TRL does; warns of those that cannot be applied."""
         wanted = our_config(self.config, self._strategy.world_size, self._positions)
         for name, value in vars(wanted).items():
             if value == getattr(self.inner.config, name) or name in self._told:
                 continue
-            if name in _FOLLOWED:
+            if name in _UPDATED:
                 setattr(self.inner.config, name, value)
             else:
                 self._told.add(name)
@@ -462,7 +462,7 @@ class ClassicPPOTrainer:
         rewards: SequenceOf[Any] | Tensor,
         columns_to_log: SequenceOf[str] = ('query', 'response'),
     ) -> None:
-        """Statistics and the spread of the rewards to the trackers of `log_with`, with a table of texts under W&B."""
+        """Logs statistics and the spread of the rewards to the trackers of `log_with`, and to W&B a table of texts."""
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
         scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
         rows: dict[str, list[Any]] = {}
@@ -480,7 +480,7 @@ class ClassicPPOTrainer:
             tracker.on_log(self.inner, {}, rows, scores.tolist(), list(columns_to_log))
 
     def _track(self, values: dict[str, Any], step: int | None) -> None:
-        """Numbers go to every tracker; arrays to W&B."""
+        """Logs numbers to every tracker and arrays to W&B."""
         if self._trackers and not self._tracking:
             self._tracking = True
             for tracker in self._trackers:
@@ -498,7 +498,7 @@ class ClassicPPOTrainer:
     # ------------------------------------------------------------------ files
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """The model with its value head and the tokenizer, as a folder; see the model's `save_pretrained`."""
+        """Writes a folder of the model with its value head and the tokenizer; see the model's `save_pretrained`."""
         if self._strategy.is_rank_0:
             self.model.save_pretrained(save_directory, **kwargs)
             self.tokenizer.save_pretrained(save_directory)
@@ -507,7 +507,7 @@ class ClassicPPOTrainer:
     _save_pretrained = save_pretrained
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str | None:
-        """Upload what `save_pretrained` writes, from the main process; the address."""
+        """Uploads the result of `save_pretrained` from the main process and returns its address."""
         if not self._strategy.is_rank_0:
             return None
 
@@ -525,7 +525,7 @@ class ClassicPPOTrainer:
 
 
 class _OnDevice(DataLoader):
-    """A `DataLoader` whose batches are on a device."""
+    """A `DataLoader` with batches on a device."""
 
     def __init__(self, device: torch.device, dataset: Any, **options: Any) -> None:
         self._device = device
@@ -546,7 +546,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _unpadded(queries: SequenceOf[Tensor], mask: Any, single: bool) -> list[Tensor]:
-    """The queries on the CPU, without the tokens of which a mask of `generate` is 0."""
+    """Returns the queries on the CPU, without tokens that have a 0 in the mask."""
     queries = [q.detach().cpu() for q in queries]
     if mask is None:
         return queries
@@ -580,7 +580,7 @@ def _kind(value: Any) -> str:
 
 
 def _trackers(config: PPOConfig) -> list[Any]:
-    """Our callbacks for `log_with`."""
+    """Returns our callbacks for `log_with`."""
     names = config.log_with or config.report_to or []
     names = [names] if isinstance(names, str) else list(names)
     made: list[Any] = []

@@ -1,5 +1,5 @@
-"""`PPOTrainer` as TRL 0.12 to 1.12 have it, with a loop of its own (`train()`), over our `PPOTrainer`: policy,
-reference, reward and value model are four transformers models."""
+"""`PPOTrainer` of TRL 0.12 to 1.12, with its own loop (`train()`), on this library's `PPOTrainer`. Policy, reference,
+reward and value model are four transformers models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chatgpt_compat.peft import HEADS, adapted
 from chatgpt_compat.statistics import TRL, Measured, named, of_policy, of_values
 from chatgpt_compat.trl import arguments
 from chatgpt_compat.trl.arguments import given, text_of
-from chatgpt_compat.trl.config import FATES, PPOConfig
+from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 from chatgpt_compat.trl.training import (
     LaterTrainer,
     causal_lm,
@@ -43,11 +43,11 @@ from chatgpt_compat.trl.training import (
 )
 
 COMPLETION_TEMPERATURE = 0.01
-"""of `generate_completions`"""
+"""temperature of `generate_completions`"""
 
 
 class Models(NamedTuple):
-    """What TRL's `model` is: the two that are trained."""
+    """The two trained models, which are TRL's `model`."""
 
     policy: Any
     value_model: Any
@@ -58,9 +58,9 @@ class Models(NamedTuple):
 
 
 class PolicyAndValueWrapper(nn.Module):
-    """Policy and value model as one module: `forward` returns the policy's output and the logits of values (B, S, 1).
+    """Policy and value model as one module, accepted by `PPOTrainer` as `model`.
 
-    `PPOTrainer` takes it as `model`.
+    `forward` returns the policy's output and the values (B, S, 1).
     """
 
     def __init__(self, policy: nn.Module, value_model: Any) -> None:
@@ -78,7 +78,7 @@ class PolicyAndValueWrapper(nn.Module):
 
 
 class MeasuredPPOTrainer(OurPPOTrainer):
-    """Our trainer with what TRL measures beside, and the value loss times `vf_coef`."""
+    """Our trainer with TRL's additional measures, and the value loss times `vf_coef`."""
 
     vf_coef = 1.0
 
@@ -102,11 +102,11 @@ class EndPenalty:
 
     def score(self, samples: list[Sample], strategy: Any) -> list[Any]:
         return [
-            score if bool((sample.response_ids == self.end_id).any()) else self._less(score)
+            score if bool((sample.response_ids == self.end_id).any()) else self._penalized(score)
             for score, sample in zip(self.scorer.score(samples, strategy), samples, strict=True)
         ]
 
-    def _less(self, score: Any) -> Any:
+    def _penalized(self, score: Any) -> Any:
         if not isinstance(score, Tensor):
             return score - self.penalty
         lowered = score.clone()
@@ -118,7 +118,7 @@ class EndPenalty:
 
 
 class Sizes(NamedTuple):
-    """How many samples an update and an optimizer step have, all processes together, and how many updates there are."""
+    """Numbers of samples per update and per optimizer step on all processes, and the number of updates."""
 
     batch: int
     mini_batch: int
@@ -126,7 +126,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
-    """Raises ValueError for batch sizes that do not divide."""
+    """Returns the sizes of a run. Raises ValueError for batch sizes that do not divide."""
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = args.batch_size if args.batch_size is not None else local
     mini = args.mini_batch_size if args.mini_batch_size is not None else local // args.num_mini_batches
@@ -146,7 +146,7 @@ def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
 
 
 def stop_id_of(args: Any, tokenizer: Any) -> int | None:
-    """The token that ends a response; None lets all of them run to response_length. Raises ValueError."""
+    """Returns the token that ends a response; None lets responses run to response_length. Raises ValueError."""
     if args.stop_token is not None and args.stop_token_id is not None:
         raise ValueError('PPOConfig: stop_token and stop_token_id are given; give one of them')
     if args.stop_token is None:
@@ -159,7 +159,7 @@ def stop_id_of(args: Any, tokenizer: Any) -> int | None:
 
 
 def ppo_settings(args: Any, sizes: Sizes, longest: int) -> OurConfig:
-    """Our settings of these arguments. `longest`: tokens of the longest sequence."""
+    """Returns our settings for these arguments. `longest`: tokens of the longest sequence."""
     if args.kl_estimator not in ('k1', 'k3'):
         raise ValueError(f'PPOConfig: kl_estimator={args.kl_estimator!r} is not known; use k1 or k3')
     steps = sizes.batch // sizes.mini_batch * args.num_ppo_epochs
@@ -170,7 +170,7 @@ def ppo_settings(args: Any, sizes: Sizes, longest: int) -> OurConfig:
         max_tokens_per_batch=args.per_device_train_batch_size * longest,
         max_grad_norm=clipping(args),
         lr_schedule=schedule['lr_schedule'],
-        warmup_steps=schedule['warmup_steps'] * steps,  # TRL's schedule goes by updates, ours by optimizer steps
+        warmup_steps=schedule['warmup_steps'] * steps,  # TRL's schedule counts updates, ours optimizer steps
         dataloader_pin_memory=args.dataloader_pin_memory,
         kl_kind=args.kl_estimator,
         whiten_rewards=args.whiten_rewards,
@@ -180,9 +180,9 @@ def ppo_settings(args: Any, sizes: Sizes, longest: int) -> OurConfig:
 
 
 def prompts_of(dataset: Any, tokenizer: Any) -> PromptSet:
-    """Prompts of rows with input_ids, as TRL's scripts tokenize them, or with a column prompt (text or turns).
+    """Returns prompts of rows with input_ids, as in TRL's scripts, or with a column prompt (text or turns).
 
-    Padding by an attention_mask is left out; the other columns reach reward functions by name.
+    Tokens with an attention_mask of 0 are dropped; other columns are passed to reward functions by name.
     """
     rows = list(dataset)
     if not rows or 'input_ids' not in rows[0]:
@@ -198,9 +198,9 @@ def prompts_of(dataset: Any, tokenizer: Any) -> PromptSet:
 
 
 def check_context(model: Any, longest_prompt: int, response_length: int) -> None:
-    """Raises ValueError where the policy has too few positions for its longest prompt and a response to it."""
+    """Raises ValueError if the policy has too few positions for the longest prompt and a response."""
     limit, needed = position_limit(model.config), longest_prompt + response_length
-    if is_encoder_decoder(model):  # which has them on each side; before the response stands the start token
+    if is_encoder_decoder(model):  # it has positions on each side; a start token precedes the response
         needed = max(longest_prompt, response_length + 1)
     if limit is not None and needed > limit:
         raise ValueError(
@@ -210,15 +210,15 @@ def check_context(model: Any, longest_prompt: int, response_length: int) -> None
 
 
 class BackboneScore(nn.Module):
-    """Scores by a module of the script's own, in TRL's protocol: the backbone that `base_model_prefix` names gives
-    hidden states, `score` makes logits of them, and the one at the last token is the score."""
+    """Scores of a module in TRL's protocol: the backbone in `base_model_prefix` returns hidden states, `score` maps
+    them to logits, and the logit at the last token is the score."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: Batch) -> Tensor:
-        """(B,) fp32."""
+        """Returns the scores, (B,) fp32."""
         mask = batch.attention_mask
         model: Any = self.model
         out = getattr(model, model.base_model_prefix)(
@@ -233,8 +233,8 @@ class BackboneScore(nn.Module):
 
 
 def reward_of(reward_model: Any) -> Any:
-    """A `RewardModel` of a classifier or its folder, a module with TRL's protocol of backbone and score, or a function
-    as it is, in one of our conventions. Raises ValueError for another module."""
+    """Returns a `RewardModel` of a classifier or its folder, a scorer of a module with TRL's protocol of backbone and
+    score, or a function unchanged, in one of our conventions. Raises ValueError for another module."""
     if isinstance(reward_model, (str, Path)):
         return RewardModel.from_pretrained(reward_model)
     if isinstance(reward_model, RewardModel) or not isinstance(reward_model, nn.Module):
@@ -251,12 +251,12 @@ def reward_of(reward_model: Any) -> Any:
 
 
 def policy_of(model: Any, args: Any) -> Any:
-    """The causal LM, also of a model with a value head, whose head has no part in this trainer."""
+    """Returns the causal LM; the head of a model with a value head is not used."""
     return causal_lm(getattr(model, 'pretrained_model', model), args)
 
 
 def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
-    """The value model with its own head; without one, a copy of the reward model, else of the policy with a new
+    """Returns the value model with its head; without one, a copy of the reward model, else of the policy with a new
     head."""
     if isinstance(value_model, Critic):
         return value_model
@@ -292,18 +292,18 @@ def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
 
 
 class PPOTrainer(LaterTrainer):
-    """PPO with a loop of its own. Raises ValueError for what cannot be honoured, by name.
+    """PPO with its own loop. Raises ValueError for arguments that are not supported.
 
     Args:
         model: the policy, a transformers causal LM, trained in place; `peft_config` is its LoraConfig.
-        ref_model: the frozen reference; None is a copy, or with adapters the policy without them.
+        ref_model: the frozen reference; None takes a copy, or with adapters the policy without them.
         reward_model: a sequence classifier with one label, its folder, or a function of prompts and responses.
         value_model: a sequence classifier with one label, trained in place; None starts from the reward model.
         train_dataset, eval_dataset: rows with input_ids, or with a prompt.
         config, tokenizer, policy, ref_policy: older names of args, processing_class, model, ref_model.
     """
 
-    tells_batches = False
+    has_batch_events = False
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class PPOTrainer(LaterTrainer):
         ref_model = _either('ref_model', ref_model, 'ref_policy', ref_policy)
         if isinstance(model, PolicyAndValueWrapper):
             model, value_model = model.policy, model.value_model if value_model is None else value_model
-        if type(data_collator).__name__ == 'DataCollatorWithPadding':  # which does no more than pad
+        if type(data_collator).__name__ == 'DataCollatorWithPadding':  # it only pads
             data_collator = None
         optimizer = next((x for x in optimizers if x is not None), None)
         one_each = 'policy and value model have one each; give optim, learning_rate and lr_scheduler_type'
@@ -348,7 +348,7 @@ class PPOTrainer(LaterTrainer):
             raise ValueError('PPOTrainer: ref_model is the model itself; give a copy of it, or None')
         if isinstance(args, PPOConfig):
             args.resolve('second')
-        args = resolved(args, PPOConfig, 'trainer_output', FATES['second'])
+        args = resolved(args, PPOConfig, 'trainer_output', UNSUPPORTED['second'])
         words = tokenizer_of(processing_class, tokenizer, model)
         stop_id = stop_id_of(args, words)
         if args.missing_eos_penalty is not None and not args.missing_eos_penalty > 0:
@@ -396,7 +396,7 @@ class PPOTrainer(LaterTrainer):
             'top_k': 0,
             'top_p': 1.0,
             'eos_token_id': [] if stop_id is None else stop_id,
-            # Scripts add a padding token that the model has no embedding for; here nothing reads it.
+            # Scripts add a padding token without an embedding; no forward here reads it.
             'pad_token_id': pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0,
         }
         self.inner = MeasuredPPOTrainer(
@@ -421,7 +421,7 @@ class PPOTrainer(LaterTrainer):
         self._started = time.perf_counter()
 
     def _note_sizes(self) -> None:
-        """On the config, where scripts read them."""
+        """Writes the sizes to the config, where scripts read them."""
         args, world_size = self.args, self.strategy.world_size
         args.world_size, args.num_total_batches = world_size, self.sizes.updates
         args.batch_size, args.mini_batch_size = self.sizes.batch, self.sizes.mini_batch
@@ -438,13 +438,13 @@ class PPOTrainer(LaterTrainer):
 
     @property
     def model(self) -> Models:
-        """Policy and value model, as TRL's wrapper holds them."""
+        """Policy and value model, as in TRL's wrapper."""
         return Models(self.policy_model, self.value_model)
 
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train for `total_episodes`. Returns transformers' (global_step, training_loss, metrics); TRL returns None."""
+        """Trains for `total_episodes` and returns (global_step, training_loss, metrics); TRL returns None."""
         self.resume(resume_from_checkpoint)
         self._started = time.perf_counter()
         self.inner.fit(self.prompts, num_episodes=1, max_timesteps=self.sizes.updates, update_timesteps=1)
@@ -457,22 +457,22 @@ class PPOTrainer(LaterTrainer):
         self._ratios.append(metrics['ratio_mean'])
 
     def after_phase(self, metrics: dict[str, float]) -> None:
-        """Log the update under TRL's names, and show completions where they are due."""
+        """Logs the update under TRL's names, and prints completions at their interval."""
         self.state.global_step = self.inner.phase
         self.state.episode = self.inner.phase * self.sizes.batch
         self.state.epoch = self.state.episode / len(self.prompts)
-        logs = self._theirs(metrics)
+        logs = self._trl_metrics(metrics)
         self._ratios.clear()
         self._losses.append(logs['loss/policy_avg'] + self.args.vf_coef * logs['loss/value_avg'])
         self.log({**logs, 'epoch': self.state.epoch})
         metrics.update(logs)
-        self.bridge.tell('on_step_end')
+        self.bridge.notify('on_step_end')
         samples = self.args.num_sample_generations
         if samples > 0 and (self.state.global_step - 1) % max(1, self.sizes.updates // samples) == 0:
             self.generate_completions(sampling=True)
 
-    def _theirs(self, ours: Mapping[str, float]) -> dict[str, float]:
-        """The update's metrics by TRL's names and formulas, with means over tokens where TRL's are over padding too."""
+    def _trl_metrics(self, ours: Mapping[str, float]) -> dict[str, float]:
+        """Returns the update's metrics by TRL's names and formulas, but with means over tokens without padding."""
         experiences, end = self.inner.last_experiences, self.processing_class.eos_token_id
         surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
         return named(TRL, ours, self.inner.config) | {
@@ -486,11 +486,11 @@ class PPOTrainer(LaterTrainer):
     # ------------------------------------------------------------------ completions
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]] | None:
-        """What the policy says to `eval_dataset` at a temperature of 0.01: a table of five, and all rows (query, model
-        response, score) as the result. None without an `eval_dataset`.
+        """Generates from `eval_dataset` at a temperature of 0.01, prints five rows and returns all (query, model
+        response, score). Returns None without an `eval_dataset`.
 
         Args:
-            sampling: only the first `per_device_eval_batch_size` prompts.
+            sampling: use only the first `per_device_eval_batch_size` prompts.
         """
         if self.eval_dataset is None:
             return None

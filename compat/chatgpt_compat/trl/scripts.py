@@ -1,5 +1,5 @@
-"""Functions of TRL 0.12 to 1.12 that scripts call around a trainer: what reads their command line, what they make of a
-`ModelConfig`, chat templates and kinds of rows."""
+"""Functions of TRL 0.12 to 1.12 that scripts call around a trainer: command line, `ModelConfig`, chat templates and
+conversion of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 @dataclass
 class ModelConfig:
-    """Which model, and its adapters. `dtype` is the newer name of `torch_dtype`; each holds what is given as either."""
+    """Options of the model and its adapters. `dtype`, the newer name of `torch_dtype`, has the same value."""
 
     model_name_or_path: str | None = None
     model_revision: str = 'main'
@@ -51,7 +51,7 @@ class ModelConfig:
 
 @dataclass
 class ScriptArguments:
-    """Which data set, as TRL's scripts name it."""
+    """Options of the data set."""
 
     dataset_name: str | None = None
     dataset_config: str | None = None
@@ -65,7 +65,7 @@ class ScriptArguments:
 
 @dataclass
 class DPOScriptArguments(ScriptArguments):
-    """`ScriptArguments` with what DPO's scripts up to 0.8 had beside transformers' arguments."""
+    """`ScriptArguments` with further arguments of DPO's scripts up to 0.8."""
 
     beta: float = 0.1
     max_length: int = 512
@@ -76,7 +76,7 @@ class DPOScriptArguments(ScriptArguments):
 
 @dataclass
 class SFTScriptArguments(ScriptArguments):
-    """`ScriptArguments` with what SFT's scripts up to 0.8 had beside transformers' arguments."""
+    """`ScriptArguments` with further arguments of SFT's scripts up to 0.8."""
 
     dataset_text_field: str | None = None
     max_seq_length: int = 512
@@ -86,7 +86,7 @@ class SFTScriptArguments(ScriptArguments):
 
 @dataclass
 class DatasetMixtureConfig:
-    """Data sets to join: each a dict of the arguments of `datasets.load_dataset`, with `columns` to keep."""
+    """Data sets to join, each a dict of arguments of `datasets.load_dataset` and `columns` to keep."""
 
     datasets: list[Any] = field(default_factory=list)
     streaming: bool = False
@@ -94,7 +94,7 @@ class DatasetMixtureConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
-    """The rows of all data sets of a mixture, as a DatasetDict with the split train, and test where its size is given.
+    """Returns the rows of a mixture's data sets as a DatasetDict with the split train, and test if its size is given.
     Raises ValueError without data sets."""
     from datasets import DatasetDict, concatenate_datasets, load_dataset
 
@@ -113,7 +113,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
 
 
 class TrlParser(HfArgumentParser):
-    """transformers' parser, and `--config FILE.yaml`, whose values are the defaults of that command line."""
+    """transformers' parser with `--config FILE.yaml`, which sets defaults of the command line."""
 
     def parse_args_and_config(
         self,
@@ -121,8 +121,8 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
     ) -> tuple[Any, ...]:
-        """One object for each dataclass; with `return_remaining_strings` what none of them knows comes last, as a list.
-        Raises ValueError for --config without a file, a file that is no mapping, or a name that is not known."""
+        """Returns an object for each dataclass, and with `return_remaining_strings` a list of unknown arguments.
+        Raises ValueError for --config without a file, a file that is not a mapping, or an unknown name."""
         import yaml
 
         given = list(sys.argv[1:] if args is None else args)
@@ -146,7 +146,7 @@ class TrlParser(HfArgumentParser):
         return (*found[:-1], rest) if return_remaining_strings else found[:-1]
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Take `values` as defaults; what is not known comes back as strings of a command line."""
+        """Sets `values` as defaults and returns unknown ones as command-line arguments."""
         known = {action.dest: action for action in self._actions}
         self.set_defaults(**{name: value for name, value in values.items() if name in known})
         for name, action in known.items():
@@ -156,8 +156,8 @@ class TrlParser(HfArgumentParser):
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
-    """A PEFT `LoraConfig` of the arguments; None without `use_peft`. Raises ValueError for use_dora,
-    lora_target_parameters, and adapters without the package peft."""
+    """Returns a PEFT `LoraConfig` of the arguments; None without `use_peft`. Raises ValueError for use_dora and
+    lora_target_parameters, and if the package peft is missing."""
     if not model_args.use_peft:
         return None
     if model_args.use_dora or model_args.lora_target_parameters:
@@ -172,7 +172,7 @@ def get_peft_config(model_args: ModelConfig) -> Any:
 
 
 def get_quantization_config(model_args: ModelConfig) -> None:
-    """None: models are trained in whole weights. Raises ValueError where 4 or 8 bits are asked for."""
+    """Returns None: models are trained without quantization. Raises ValueError if 4 or 8 bits are requested."""
     for name in ('load_in_4bit', 'load_in_8bit'):
         if getattr(model_args, name):
             raise ValueError(
@@ -182,17 +182,17 @@ def get_quantization_config(model_args: ModelConfig) -> None:
 
 
 def get_kbit_device_map() -> None:
-    """None: the strategy moves models to its device."""
+    """Returns None: the strategy moves models to its device."""
 
 
 def init_zero_verbose() -> None:
-    """Warnings alone on the console."""
+    """Limits messages on the console to warnings."""
     logging.basicConfig(level=logging.ERROR)
     transformers_logging.set_verbosity_error()
 
 
 class RichProgressCallback(TrainerCallback):
-    """Does nothing: a progress bar is shown already (`disable_tqdm=True` hides it)."""
+    """A callback that does nothing: trainers show a progress bar unless `disable_tqdm=True`."""
 
 
 # ---------------------------------------------------------------------- chat templates, kinds of rows
@@ -203,7 +203,7 @@ SIMPLE_CHAT_TEMPLATE = (
     '{% endfor %}'
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""roles in capitals, each turn a paragraph of its own"""
+"""roles in capitals, each turn in its own paragraph"""
 
 _CHATML = (
     '{% for message in messages %}'
@@ -214,7 +214,7 @@ _TURNS = ('prompt', 'chosen', 'rejected', 'completion', 'messages')
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether one of the row's columns holds turns with a role."""
+    """Returns True if a column of the row has turns with a role."""
     values = [example.get(name) for name in _TURNS]
     lists = [value for value in values if isinstance(value, (list, tuple)) and value]
     return any(isinstance(value[0], Mapping) and 'role' in value[0] for value in lists)
@@ -223,9 +223,9 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 def apply_chat_template(
     example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
 ) -> dict[str, Any]:
-    """The row with its turns rendered: messages becomes text; prompt ends where the answer begins, and completion,
-    chosen and rejected hold what follows. Raises ValueError for columns without a known meaning, and for a template
-    that changes the prompt when an answer follows."""
+    """Returns the row with rendered turns: messages becomes text; prompt ends where the response begins, and
+    completion, chosen and rejected contain the rest. Raises ValueError for unknown columns, and for a template that
+    changes the prompt when a response follows."""
     known = set(example) & {*_TURNS, 'label'}
     options = dict(template_kwargs) | ({'tools': tools} if tools is not None else {})
 
@@ -254,12 +254,12 @@ def apply_chat_template(
 def maybe_apply_chat_template(
     example: Mapping[str, Any], tokenizer: Any, tools: Any = None, **template_kwargs: Any
 ) -> Mapping[str, Any]:
-    """`apply_chat_template` of a row with turns; any other row as it is."""
+    """Applies `apply_chat_template` to a row with turns; returns any other row unchanged."""
     return apply_chat_template(example, tokenizer, tools, **template_kwargs) if is_conversational(example) else example
 
 
 def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
-    """prompt, chosen and rejected of a row whose chosen and rejected begin alike: the common beginning is the prompt,
+    """Returns prompt, chosen and rejected of a row with chosen and rejected; their common beginning is the prompt,
     which in texts ends before a space."""
     chosen, rejected = example['chosen'], example['rejected']
     shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
@@ -271,7 +271,7 @@ def extract_prompt(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`extract_prompt` where the prompt stands in chosen and rejected; any other row as it is."""
+    """Applies `extract_prompt` if chosen and rejected contain the prompt; returns any other row unchanged."""
     is_pair = 'chosen' in example and 'rejected' in example
     kinds = [isinstance(example.get(name), (list, tuple)) for name in ('prompt', 'chosen')]  # turns, or texts
     if not is_pair or ('prompt' in example and kinds[0] == kinds[1]):
@@ -280,7 +280,7 @@ def maybe_extract_prompt(example: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """Two rows for each of a `datasets` dataset with chosen and rejected: completion, and label true or false."""
+    """Splits each row of a `datasets` dataset with chosen and rejected in two, with completion and a bool label."""
 
     def two(batch: Mapping[str, Any]) -> dict[str, Any]:
         size = len(batch['chosen'])
@@ -291,7 +291,7 @@ def unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: s
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` of a dataset with chosen and rejected; any other as it is."""
+    """Applies `unpair_preference_dataset` to a dataset with chosen and rejected; returns any other unchanged."""
     columns = dataset.column_names
     columns = next(iter(columns.values())) if isinstance(columns, Mapping) else columns
     return unpair_preference_dataset(dataset, num_proc, desc) if {'chosen', 'rejected'} <= set(columns) else dataset
@@ -300,8 +300,8 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 def setup_chat_format(
     model: Any, tokenizer: Any, format: str = 'chatml', resize_to_multiple_of: int | None = None
 ) -> tuple[Any, Any]:
-    """ChatML for a base model: its two special tokens, the template, embeddings for them, and the ends in the configs.
-    Raises ValueError where the tokenizer has a template already, and for another format."""
+    """Sets up ChatML for a base model: two special tokens with embeddings, the template, and the ends in the configs.
+    Raises ValueError if the tokenizer has a template, and for another format."""
     if tokenizer.chat_template is not None:
         raise ValueError('setup_chat_format: the tokenizer has a chat template; set it to None to replace it')
     if format != 'chatml':

@@ -1,4 +1,4 @@
-"""`SFTConfig` and `SFTTrainer` as TRL 0.12 to 1.12 have them, over our `SFTTrainer`."""
+"""`SFTConfig` and `SFTTrainer` of TRL 0.12 to 1.12, on this library's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chatgpt.nn import Actor, is_encoder_decoder
 from chatgpt.types import Sequence
 from chatgpt_compat.peft import adapted
 from chatgpt_compat.trl.arguments import refused, warned
-from chatgpt_compat.trl.offline import FATES, OfflineArguments, OfflineLaterTrainer
+from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer
 from chatgpt_compat.trl.training import causal_lm, max_length_of
 
 OF_SFT = {
@@ -29,7 +29,7 @@ OF_SFT = {
 
 @dataclass(kw_only=True)
 class SFTConfig(OfflineArguments):
-    """Arguments of `SFTTrainer`; docs/coming_from/trl/offline_arguments.md says what each does."""
+    """Arguments of `SFTTrainer`, described in docs/coming_from/trl/offline_arguments.md."""
 
     learning_rate: float = 2e-5
     max_seq_length: int | None = None
@@ -55,11 +55,11 @@ class SFTConfig(OfflineArguments):
 
 class SFTTrainer(OfflineLaterTrainer):
     """Supervised fine-tuning. Data: rows with text, messages, prompt and completion, or input_ids (and labels,
-    completion_mask or assistant_masks). `formatting_func`: row → text; or, as before 0.16, columns → list of texts."""
+    completion_mask or assistant_masks). `formatting_func` maps a row to a text, or, before 0.16, columns to texts."""
 
     CONFIG = SFTConfig
     OURS = (ours.SFTTrainer, ours.SFTConfig)
-    FATES = FATES | OF_SFT
+    UNSUPPORTED = UNSUPPORTED | OF_SFT
     NAMES: ClassVar = {'loss': 'loss'}
 
     def __init__(self, *positional: Any, formatting_func: Callable[..., Any] | None = None, **keywords: Any) -> None:
@@ -100,7 +100,7 @@ def sequences_of(
     *,
     apart: bool = False,
 ) -> list[Sequence]:
-    """Records of rows; which tokens count is decided by the kind of row and `args`. `apart`: for an encoder-decoder.
+    """Returns records of rows; the kind of row and `args` decide which tokens count. `apart`: for an encoder-decoder.
     Raises ValueError."""
     rows = dataset if hasattr(dataset, '__len__') and not isinstance(dataset, (str, bytes)) else None
     if rows is None or not len(rows):
@@ -131,11 +131,11 @@ def sequences_of(
 
 
 def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> Iterable[str]:
-    """A function of one row gives a text; one that does not is of the older kind, takes columns and gives a list."""
+    """Returns the texts of a row; a function that does not map a row to a text is called with columns."""
     error: Exception | None = None
     try:
         given = formatting_func(row)
-    except Exception as raised:  # such as for a text where it would go over a list of them
+    except Exception as raised:  # such as for a text instead of a list of texts
         given, error = None, raised
     if isinstance(given, str):
         return [given]
@@ -149,7 +149,7 @@ def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> I
 
 
 def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
-    """A row that the script tokenized. Without a mask every token counts."""
+    """Returns the record of a tokenized row. Without a mask every token counts."""
     ids = torch.as_tensor(row['input_ids'])[:limit]
     mask = torch.ones(len(ids), dtype=torch.bool)
     if row.get('labels') is not None:
@@ -161,7 +161,7 @@ def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
 
 
 def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
-    """Every token of a text, and the end token."""
+    """Returns a record in which every token of a text and the end token count."""
     ids, end = list(tokenizer(text)['input_ids']), tokenizer.eos_token_id
     if end is not None and ids[-1:] != [end]:
         ids.append(end)
@@ -169,13 +169,13 @@ def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
 
 
 def _whole_dialogue(messages: Any, tokenizer: Any, limit: int | None) -> Sequence:
-    """Every token of a rendered dialogue, as TRL counts them without assistant_only_loss."""
+    """Returns a record in which every token of a rendered dialogue counts, as in TRL without assistant_only_loss."""
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
     return _counted(torch.tensor(ids[:limit]))
 
 
 def _counted(ids: torch.Tensor, mask: torch.Tensor | None = None) -> Sequence:
-    """Ids of which those with a mask of True count, all of them without one; never the first."""
+    """Returns a record in which tokens with a mask of True count, without a mask all; the first never counts."""
     if len(ids) < 2:
         raise ValueError(f'SFTTrainer: a row of {len(ids)} tokens has nothing to learn; leave it out')
     mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else mask

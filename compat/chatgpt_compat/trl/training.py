@@ -1,5 +1,5 @@
-"""What the trainers of TRL 0.12 to 1.12 have in common, over a trainer of ours: what it is made of, `state` and its log
-history, Hugging Face's callbacks, `save_model`. What each learns: `ppo_train`, `pairs`, `sft`."""
+"""The common base of the trainers of TRL 0.12 to 1.12, on a trainer of this library: construction, `state` and its log
+history, Hugging Face's callbacks, `save_model`. The methods are in `ppo_train`, `pairs` and `sft`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class State(TrainerState):
     episode: int = 0
 
 
-# ---------------------------------------------------------------------- what a trainer is made of
+# ---------------------------------------------------------------------- parts of a trainer
 
 
 def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry]) -> Any:
-    """The arguments, checked: errors and warnings for what cannot be honoured.
+    """Returns the arguments, with errors and warnings for unsupported ones.
 
     Args:
-        args: None makes the defaults; transformers' TrainingArguments give what they have in common with ours.
-        name: of the folder where none is given.
+        args: None stands for the defaults; the common fields of transformers' TrainingArguments are copied.
+        name: the output folder if none is given.
     """
     if args is None:
         args = config_class()
@@ -58,7 +58,7 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
 
 
 def _from_transformers(args: Any, config_class: type) -> Any:
-    """Ours with the values of transformers' TrainingArguments that are not their defaults."""
+    """Returns our config with the values of transformers' TrainingArguments that are not defaults."""
     if not dataclasses.is_dataclass(args):
         raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
     known = {f.name for f in dataclasses.fields(config_class)}
@@ -73,12 +73,12 @@ def _from_transformers(args: Any, config_class: type) -> Any:
 
 
 def launched() -> Any:
-    """The strategy of one process, or of as many as torchrun or accelerate started."""
+    """Returns the name of the strategy: 'ddp' for several processes of torchrun or accelerate, else 'naive'."""
     return 'ddp' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else 'naive'
 
 
 def strategy_of(args: Any) -> Any:
-    """The strategy of a run: data-parallel under torchrun or accelerate, else one process."""
+    """Returns the strategy of a run: data-parallel under torchrun or accelerate, else one process."""
     seed = args.data_seed if args.data_seed is not None else 42 if args.seed is None else args.seed
     precision: Any = 'bf16' if args.bf16 else 'fp16' if args.fp16 else 'fp32'
     strategy = strategy_by_name(launched(), seed=seed, precision=precision)
@@ -87,7 +87,7 @@ def strategy_of(args: Any) -> Any:
 
 
 def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
-    """The tokenizer under either of its names, else the model's own. Raises ValueError."""
+    """Returns the tokenizer under either of its names, else the model's own. Raises ValueError if there is none."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise ValueError('processing_class and tokenizer are two names of one argument; give one of them')
     found = processing_class if processing_class is not None else tokenizer
@@ -102,8 +102,8 @@ def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
 
 
 def causal_lm(model: Any, args: Any, options: str | None = None) -> Any:
-    """The transformers model in fp32, loaded where it is a name, with gradient checkpointing where `args` ask for it.
-    `options`: the argument with the options of loading."""
+    """Returns the transformers model in fp32, loaded if it is a name, with gradient checkpointing if `args` set it.
+    `options`: the name of the argument with loading options."""
     if isinstance(model, (str, Path)):
         model = load_causal_lm(model, **({} if options is None else loading_options(args, options)))
     elif options is not None:
@@ -112,10 +112,10 @@ def causal_lm(model: Any, args: Any, options: str | None = None) -> Any:
 
 
 def loading_options(args: Any, name: str) -> dict[str, Any]:
-    """What `model_init_kwargs`, or another argument like it, says that our loader takes; a warning of what has no
-    effect. Raises ValueError for a quantised model, or a text that is no JSON object."""
+    """Returns our loader's options in `model_init_kwargs` or a similar argument; warns of those without effect. Raises
+    ValueError for quantization, and for a text that is not a JSON object."""
     given = getattr(args, name) or {}
-    if isinstance(given, str):  # of a command line
+    if isinstance(given, str):  # from a command line
         try:
             given = json.loads(given)
         except json.JSONDecodeError as error:
@@ -138,7 +138,7 @@ def loading_options(args: Any, name: str) -> dict[str, Any]:
 
 
 def warn_of_options(args: Any, name: str) -> None:
-    """A warning where options of loading are given beside a model that is not loaded here."""
+    """Warns of loading options for a model that is loaded already."""
     if getattr(args, name):
         which = 'the reference is a copy or given' if name.startswith('ref_') else 'the model is loaded already'
         warnings.warn(
@@ -149,7 +149,7 @@ def warn_of_options(args: Any, name: str) -> None:
 
 
 def trainable(model: Any, args: Any) -> Any:
-    """The model with fp32 weights, recomputing activations where `args` ask for it."""
+    """Returns the model with fp32 weights, and with gradient checkpointing if `args` set it."""
     if getattr(model, 'is_quantized', False):
         raise ValueError('model: it is quantised; models are trained in whole weights here: load it without')
     narrow = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
@@ -167,7 +167,7 @@ def trainable(model: Any, args: Any) -> Any:
 
 
 def max_length_of(args: Any, name: str, model: Any) -> int | None:
-    """Most tokens of a record: as given, but no more than the model's context."""
+    """Returns the maximum number of tokens of a record: the argument, but at most the model's context."""
     limit, given = position_limit(model.config), getattr(args, name)
     if limit is not None and is_encoder_decoder(model):
         limit -= 1  # the start token's
@@ -175,8 +175,7 @@ def max_length_of(args: Any, name: str, model: Any) -> int | None:
 
 
 def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
-    """Raises ValueError for the first argument of a constructor that is given and cannot be honoured: {name: (value,
-    why)}."""
+    """Raises ValueError for the first unsupported argument of a constructor that is not None: {name: (value, why)}."""
     for name, (value, why) in what.items():
         if value is not None:
             raise ValueError(f'{owner}: {name} cannot be honoured here: {why}')
@@ -186,14 +185,14 @@ def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
 
 
 class Bridge(Callback):
-    """Calls the script's Hugging Face callbacks from our hooks, and has the trainer translate and log its metrics."""
+    """Calls the script's Hugging Face callbacks and the trainer's hooks from our hooks."""
 
     order: ClassVar[int] = -5
 
     def __init__(self, owner: LaterTrainer) -> None:
         self.owner = owner
 
-    def tell(self, event: str, **more: Any) -> None:
+    def notify(self, event: str, **more: Any) -> None:
         owner = self.owner
         for callback in owner.callbacks:
             changed = getattr(callback, event)(
@@ -204,25 +203,25 @@ class Bridge(Callback):
             owner.inner.request_stop()
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self.tell('on_train_begin')
+        self.notify('on_train_begin')
         self.owner.before_training()
 
     def on_fit_end(self, trainer: TrainerView) -> None:
-        self.tell('on_train_end')
+        self.notify('on_train_end')
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
-        self.of_offline('on_epoch_begin')
+        self.notify_batch('on_epoch_begin')
 
     def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        self.of_offline('on_epoch_end')
+        self.notify_batch('on_epoch_end')
 
     def on_learn_batch_start(self, trainer: TrainerView) -> None:
-        self.of_offline('on_step_begin')
+        self.notify_batch('on_step_begin')
 
-    def of_offline(self, event: str) -> None:
-        """PPO's passes and batches lie within a step of transformers' callbacks."""
-        if self.owner.tells_batches:
-            self.tell(event)
+    def notify_batch(self, event: str) -> None:
+        """Calls an event of epochs and batches, except for PPO, where these are within a step of transformers."""
+        if self.owner.has_batch_events:
+            self.notify(event)
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.owner.after_batch(metrics)
@@ -231,30 +230,30 @@ class Bridge(Callback):
         self.owner.after_phase(metrics)
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
-        self.tell('on_save')
+        self.notify('on_save')
 
 
-THEIR_STEPS = {
+INNER_STEPS = {
     *('compute_loss', 'training_step', 'prediction_step', 'evaluation_loop', '_prepare_dataset', 'tokenize_row'),
     *('get_batch_loss_metrics', 'concatenated_forward', 'concatenated_inputs', 'dpo_loss', 'get_batch_logps'),
     *('create_optimizer', 'create_scheduler', 'create_optimizer_and_scheduler', 'get_train_dataloader'),
     *('get_eval_dataloader', '_save', '_save_checkpoint', '_inner_training_loop', 'visualize_samples'),
 }
-"""of TRL's and transformers' trainers, which scripts override"""
+"""methods of TRL's and transformers' trainers that scripts override"""
 
 
 class LaterTrainer(ABC):
-    """Base of the trainers: everything but the learning, which is `inner`'s.
+    """Base of the trainers, around `inner`, the trainer of `chatgpt.trainer` that learns.
 
-    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a
-    script may override what is here; an inner step of TRL's trainers that it overrides is named in a warning.
+    `inner` also writes its own metrics and files. A script's subclass may override the methods of this class;
+    overriding an inner step of TRL's trainers gives a warning.
     """
 
     inner: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if vain := sorted(THEIR_STEPS & vars(cls).keys()):
+        if vain := sorted(INNER_STEPS & vars(cls).keys()):
             warnings.warn(
                 f'{cls.__name__} overrides {", ".join(vain)}, which nothing calls here: the steps within are this '
                 "library's (docs/extend/objective.md says how to write one's own)",
@@ -269,14 +268,14 @@ class LaterTrainer(ABC):
         self.state.is_world_process_zero = strategy.is_rank_0
         self.state.is_local_process_zero = strategy.local_rank == 0
         self.callbacks: list[Any] = []
-        """the script's, of Hugging Face's kind"""
+        """the script's Hugging Face callbacks"""
         for callback in callbacks or ():
             self.add_callback(callback)
         self.bridge = Bridge(self)
         if args.push_to_hub:
             strategy.run_on_rank0(lambda: check_push(self.hub_model_id, token=args.hub_token))
 
-    # ------------------------------------------------------------------ what scripts touch
+    # ------------------------------------------------------------------ for scripts
 
     @property
     def tokenizer(self) -> Any:
@@ -288,7 +287,7 @@ class LaterTrainer(ABC):
         return next(iter(self.inner.optimizers().values()))
 
     def add_callback(self, callback: Any) -> None:
-        """One more of Hugging Face's callbacks, or a class of one."""
+        """Adds a Hugging Face callback or its class."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
 
     def is_world_process_zero(self) -> bool:
@@ -298,16 +297,16 @@ class LaterTrainer(ABC):
         return self.strategy.local_rank == 0
 
     def log(self, logs: dict[str, float], *_: Any) -> None:
-        """Add a line to `state.log_history` and hand it to the callbacks."""
+        """Adds a line to `state.log_history` and passes it to the callbacks."""
         self.state.log_history.append({**logs, 'step': self.state.global_step})
-        self.bridge.tell('on_log', logs=dict(logs))
+        self.bridge.notify('on_log', logs=dict(logs))
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         if self.strategy.is_rank_0:
             print(f'***** {split} metrics *****', *(f'  {k} = {v}' for k, v in sorted(metrics.items())), sep='\n')
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """`<output_dir>/<split>_results.json`, and with `combined` the same in all_results.json."""
+        """Writes `<output_dir>/<split>_results.json`, and with `combined` adds to all_results.json."""
         if not self.strategy.is_rank_0:
             return
         folder = Path(self.args.output_dir)
@@ -319,14 +318,14 @@ class LaterTrainer(ABC):
             path.write_text(json.dumps(both, indent=4, sort_keys=True) + '\n')
 
     def save_state(self) -> None:
-        """`<output_dir>/trainer_state.json`, as transformers writes it."""
+        """Writes `<output_dir>/trainer_state.json` as transformers does."""
         if self.strategy.is_rank_0:
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(Path(self.args.output_dir, 'trainer_state.json')))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The trained model as a Hugging Face folder with its tokenizer; of an adapted one the adapter, as PEFT writes
-        it. With `push_to_hub=True` it is uploaded, too. Call it on every rank."""
+        """Writes the trained model and its tokenizer as a Hugging Face folder; with adapters, the adapter in PEFT's
+        format. With `push_to_hub=True` it uploads the folder. Must be called on every rank."""
         self._write_model(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message='Model save')
@@ -347,12 +346,12 @@ class LaterTrainer(ABC):
 
     save_pretrained = save_model
     saves_adapters: ClassVar[bool] = True
-    tells_batches: ClassVar[bool] = True
-    """whether a pass over the data and a batch are an epoch and a step of transformers' callbacks"""
+    has_batch_events: ClassVar[bool] = True
+    """True if a pass over the data and a batch are an epoch and a step of transformers' callbacks"""
 
     @property
     def hub_model_id(self) -> str:
-        """The repository: `hub_model_id`, or the name of `output_dir`."""
+        """The name of the repository: `hub_model_id`, or the last part of `output_dir`."""
         return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
     def push_to_hub(
@@ -363,12 +362,12 @@ class LaterTrainer(ABC):
         revision: str | None = None,
         **_: Any,
     ) -> str:
-        """Write the model to `output_dir` and upload it; the address. Call it on every rank. It waits for the end,
-        whatever `blocking` says.
+        """Writes the model to `output_dir`, uploads it and returns its address. Must be called on every rank. It waits
+        for the end of the upload; `blocking` has no effect.
 
         Raises:
-            ValueError: it is clear beforehand that it may not be uploaded.
-            PushError: the upload failed; says where the model is, and how to upload it later.
+            ValueError: the upload cannot succeed, for example without a token.
+            PushError: the upload failed; the message has the place of the model and how to upload it later.
         """
         args, strategy, token = self.args, self.strategy, token or self.args.hub_token
 
@@ -396,27 +395,27 @@ class LaterTrainer(ABC):
     # ------------------------------------------------------------------ hooks
 
     def our_callbacks(self, interval: int | None) -> list[Any]:
-        """What `args` ask of our callbacks. `interval`: learning phases between checkpoints."""
+        """Returns our callbacks for `args`. `interval`: learning phases between checkpoints."""
         shown = ProgressBar(enabled=not self.args.disable_tqdm)
         return [self.bridge, shown, arguments.saving(self.args, interval), *arguments.trackers(self.args)]
 
     def before_training(self) -> None:
-        """After `on_train_begin`."""
+        """Called after `on_train_begin`."""
 
     def after_batch(self, metrics: Mapping[str, float]) -> None:
-        """After an optimizer step."""
+        """Called after an optimizer step."""
 
     @abstractmethod
     def after_phase(self, metrics: dict[str, float]) -> None:
-        """After a learning phase; may add metrics."""
+        """Called after a learning phase; may add metrics."""
 
     def resume(self, resume_from_checkpoint: bool | str | None) -> None:
-        """Take up a checkpoint of this trainer's. True is the newest in `output_dir`, where there is one."""
+        """Loads a checkpoint of this trainer. True stands for the newest in `output_dir`, if there is one."""
         if resume_from_checkpoint:
             self.inner.load_checkpoint('auto' if resume_from_checkpoint is True else resume_from_checkpoint)
 
 
 def clipping(args: Any) -> float | None:
-    """`max_grad_norm`: None is transformers' default, 0 no clipping."""
+    """Returns the clipping norm of `max_grad_norm`: 1.0 for None, transformers' default; None, no clipping, for 0."""
     value = 1.0 if args.max_grad_norm is None else args.max_grad_norm
     return value if value > 0 else None

@@ -1,7 +1,7 @@
-"""trlX's programs on this library: `trlx.train` and its config objects.
+"""trlX's names on this library: `trlx.train` and its config objects.
 
-`SERVED` says where each name lives, `INSTEAD` what to write for those that are not served;
-docs/coming_from/trlx/names.md has the same, name by name.
+`SERVED` has the place of each name, `INSTEAD` what to write for names that are not served;
+docs/coming_from/trlx/names.md lists both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ INSTEAD: dict[str, str] = {
     'trainer.accelerate_rft_trainer': 'chatgpt.trainer.RFTTrainer, or chatgpt-rlhf rft (docs/algorithms/rft.md)',
     'utils.modeling': 'chatgpt.functional: whiten, log-probs, losses, as functions of flat tensors',
 }
-"""name under `trlx` that is not served → what to write"""
+"""name under `trlx` that is not served → what to write instead"""
 
 __getattr__ = lookup('trlx', SERVED, INSTEAD)
 as_modules('trlx', SERVED, INSTEAD)

@@ -1,5 +1,5 @@
-"""What trlX does between optimizer steps, here after the learning phase in which the step is reached: evaluations and
-checkpoints counted in steps, the best model, rollouts as files, statistics under its names."""
+"""Evaluations and checkpoints by optimizer steps, the best model, rollout files and statistics of trlX. trlX acts
+between optimizer steps, these callbacks after the learning phase in which a step is reached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chatgpt_compat.statistics import TRLX, evaluated, named
 
 
 class Statistics(Callback):
-    """Adds trlX's names to the metrics of a phase, before they are logged."""
+    """Adds metrics under trlX's names to those of a phase before they are logged."""
 
     order: ClassVar[int] = -5
 
@@ -27,7 +27,7 @@ class Statistics(Callback):
 
 
 class Steps:
-    """Which phases reach a multiple of `interval` optimizer steps."""
+    """A counter that finds the phases in which a multiple of `interval` optimizer steps is reached."""
 
     def __init__(self, interval: int) -> None:
         self.interval, self.seen = interval, 0
@@ -38,7 +38,7 @@ class Steps:
 
 
 class StepEvaluator(Evaluator):
-    """Evaluates every `eval_interval` optimizer steps, before the first and after the last."""
+    """Evaluates every `eval_interval` optimizer steps, and before the first and after the last."""
 
     def __init__(self, evaluate: Any, eval_interval: int, metric: str | None) -> None:
         super().__init__(evaluate, 1, metric=metric)
@@ -65,8 +65,8 @@ class StopAtSteps(Callback):
 
 
 class Checkpoints(SaveCheckpoint):
-    """trlX's folders: `checkpoint_<step>` every `checkpoint_interval` optimizer steps and at the end, `best_checkpoint`
-    by the mean reward; in each of them `hf_model`, and around it what a resume needs where `save_optimizer` is set."""
+    """Writes trlX's folders: `checkpoint_<step>` every `checkpoint_interval` optimizer steps and at the end,
+    `best_checkpoint` by the mean reward; each has `hf_model`, and with `save_optimizer` all that a resume needs."""
 
     order: ClassVar[int] = 100
 
@@ -99,7 +99,7 @@ class Checkpoints(SaveCheckpoint):
             self._write_step(trainer)
 
     def on_exception(self, trainer: Any, error: BaseException) -> None:
-        """What is whole was saved by the trainer; nothing is pruned."""
+        """Does nothing: the trainer has saved the last complete phase, and nothing is pruned."""
 
     def _note(self, trainer: Any, metrics: dict[str, float]) -> None:
         value = metrics.get('reward/mean', metrics.get('metrics/reward'))
@@ -124,8 +124,8 @@ class Checkpoints(SaveCheckpoint):
 
 
 class RolloutFiles(Callback):
-    """Every phase's rollouts as JSON in a folder of the run below `folder`, under trlX's names. Raises ValueError where
-    `folder` is not there."""
+    """Writes every phase's rollouts as JSON under trlX's names into a new folder of the run in `folder`. Raises
+    ValueError if `folder` does not exist."""
 
     def __init__(self, folder: str, config: dict[str, Any]) -> None:
         if not Path(folder).is_dir():

@@ -1,8 +1,8 @@
-"""trlX's config objects: `TRLConfig` with its sections and method configs, of 0.5 to 0.7. The flat YAML files of 2022
+"""trlX's config objects of 0.5 to 0.7: `TRLConfig` with its sections and method configs. The flat YAML files of 2022
 are translated when they are read.
 
-A name that no section has is a ValueError with the nearest one, in a constructor, a file, `update`, `evolve` and an
-assignment alike. What the values mean here: `settings`.
+An unknown name is a ValueError with the nearest one, in a constructor, a file, `update`, `evolve` and an assignment.
+`settings` converts the values to this library's.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ MOVED = {
     'train.gen_size': 'method.gen_kwargs.max_length',
     'method.betas': 'method.gen_kwargs.beta',
 }
-"""field of a flat file of 2022 → where it is since"""
-GONE = (
+"""field of a flat file of 2022 → its later place"""
+REMOVED = (
     *('model.device', 'train.orchestrator', 'train.log_interval', 'train.accelerate', 'train.accelerate_config_path'),
     *('train.grad_clip', 'train.input_size'),
 )
 
 
 def _numbers(value: Any) -> Any:
-    """YAML reads 1e-3, without a point, as a text."""
+    """Converts texts such as 1e-3, which YAML does not read as numbers, to floats."""
     if isinstance(value, dict):
         return {name: _numbers(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -51,9 +51,8 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r'[-+]?\d+[eE][-+]?\d+', value) else value
 
 
-def of_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sections of a flat file of 2022 as they are since; other files as they are. A field without a place is a
-    warning."""
+def convert_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the later sections of a flat file of 2022; other files are unchanged. Warns of fields without a place."""
     if 'optimizer' in config or not isinstance(config.get('train'), Mapping):
         return config
     found = {name: dict(section) for name, section in config.items()}
@@ -62,10 +61,10 @@ def of_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
         'optimizer': {'name': 'adamw', 'kwargs': {}},
         'scheduler': {'name': 'cosine_annealing', 'kwargs': {}},
     }
-    for place in [*MOVED, *GONE]:
+    for place in [*MOVED, *REMOVED]:
         section, name = place.split('.')
         if name in found.get(section, {}) and (value := found[section].pop(name)) is not None:
-            if place in GONE:
+            if place in REMOVED:
                 warnings.warn(f'trlx: {place}={value!r} has no place in a config of today', stacklevel=3)
                 continue
             target, *inner = MOVED[place].split('.')
@@ -77,12 +76,12 @@ def of_2022(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not known, with the nearest ones."""
+    """Returns the error for an unknown name, with the nearest ones."""
     return ValueError(f'{what} has no {name!r}{hint(name, list(known)) or "; see its fields"}')
 
 
 class Section:
-    """Base of the sections: known names only."""
+    """Base of the sections; accepts known names only."""
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         cls.check_names(values)
@@ -99,7 +98,7 @@ class Section:
                 raise unknown(cls.__name__, name, cls.names())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A name near one of the fields is a mistake; scripts also keep notes of their own in a section."""
+        """Raises ValueError for a name similar to a field's; any other may be set, for a script's own notes."""
         if name not in self.names():
             if near(name, self.names()):
                 raise unknown(type(self).__name__, name, self.names())
@@ -117,7 +116,7 @@ class Section:
 
 @dataclass
 class ModelConfig(Section):
-    """`model_path` is a hub name, a folder, a transformers config (new weights) or a transformers model."""
+    """The model. `model_path` is a hub name, a folder, a transformers config (new weights) or a transformers model."""
 
     model_path: Any
     model_arch_type: str = 'causal'
@@ -177,11 +176,11 @@ class TrainConfig(Section):
 
 
 class Register:
-    """Classes that scripts register under their own name, or a name given, in any case; `add` is the decorator.
+    """A register of classes by their name or a given one, ignoring case; `add` is the decorator.
 
     Args:
-        what: they are, for messages.
-        refused: the beginning of a name in lower case, and what to do instead.
+        what: the kind of the classes, for messages.
+        refused: beginning of a refused name in lower case → what to do instead.
     """
 
     def __init__(self, what: str, refused: Mapping[str, str] | None = None) -> None:
@@ -197,7 +196,7 @@ class Register:
         return cls
 
     def find(self, name: str) -> type[Any]:
-        """Raises ValueError for a name that is refused, or under which nothing is registered."""
+        """Returns the class of a name. Raises ValueError for a name that is refused or not registered."""
         key = str(name).lower()
         if why := next((why for start, why in self.refused.items() if key.startswith(start)), None):
             raise ValueError(f'trlx: {name} is not served: {why}')
@@ -227,7 +226,7 @@ class MethodConfig(Section):
 @register_method
 @dataclass(kw_only=True)
 class PPOConfig(MethodConfig):
-    """Defaults are those of the flat files of 2022; trlX 0.7 has none here, and `default_ppo_config` gives its own."""
+    """PPO. Defaults are those of the flat files of 2022; trlX 0.7 has none here, but in `default_ppo_config`."""
 
     ppo_epochs: int = 4
     num_rollouts: int = 128
@@ -269,7 +268,7 @@ class SFTConfig(MethodConfig):
     gen_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-# ---------------------------------------------------------------------- all of it
+# ---------------------------------------------------------------------- the whole config
 
 KINDS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     'method': lambda given: get_method(given.get('name', '')).from_dict(given),
@@ -284,7 +283,7 @@ SECTIONS, REQUIRED = tuple(KINDS), ('method', 'model', 'train')
 
 @dataclass
 class TRLConfig(Section):
-    """All sections."""
+    """The config of a run with all sections."""
 
     method: Any
     model: Any
@@ -303,14 +302,14 @@ class TRLConfig(Section):
         import yaml
 
         with open(yml_fp, encoding='utf-8') as file:
-            return cls.from_dict(of_2022(_numbers(yaml.safe_load(file))))
+            return cls.from_dict(convert_2022(_numbers(yaml.safe_load(file))))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> TRLConfig:
-        """From sections.
+        """Returns a config from a dict of sections.
 
         Raises:
-            ValueError: an unknown section, method or name; says which is nearest.
+            ValueError: an unknown section, method or name; the message has the nearest one.
         """
         cls.check_names(config)
         made = {name: KINDS[name](deepcopy(dict(given))) for name, given in config.items() if given is not None}
@@ -320,16 +319,16 @@ class TRLConfig(Section):
         return {name: section.to_dict() for name in SECTIONS if (section := getattr(self, name)) is not None}
 
     def evolve(self, **changes: Any) -> TRLConfig:
-        """A copy with other values, sections as dicts: `config.evolve(method=dict(gamma=0.99))`."""
+        """Returns a copy with changed values, sections as dicts: `config.evolve(method=dict(gamma=0.99))`."""
         return self.update(self, changes)
 
     @classmethod
     def update(cls, baseconfig: Any, config: Mapping[str, Any]) -> TRLConfig:
-        """A copy of `baseconfig` (a `TRLConfig` or a dict of one) with other values: sections as dicts, dotted names
-        (`method.gamma`), or the bare name of a field that one section alone has.
+        """Returns a copy of `baseconfig` (a `TRLConfig` or its dict) with changed values: sections as dicts, dotted
+        names (`method.gamma`), or the bare name of a field that only one section has.
 
         Raises:
-            ValueError: a name that is not there; says which is nearest.
+            ValueError: an unknown name; the message has the nearest one.
         """
         base = baseconfig if isinstance(baseconfig, TRLConfig) else cls.from_dict(baseconfig)
         result = base.to_dict()
@@ -339,12 +338,12 @@ class TRLConfig(Section):
         return cls.from_dict(result)
 
     def __str__(self) -> str:
-        """As JSON, in human-readable form."""
+        """Returns the config as indented JSON."""
         return json.dumps(self.to_dict(), indent=4, default=str)
 
 
 def _leaves(name: str, value: Any) -> Iterable[tuple[list[str], Any]]:
-    """(path, value) of what is to be set; a dict under a section, or below one, is gone into."""
+    """Yields (path, value) of each value to set; descends into dicts of a section and below."""
     path = str(name).split('.')
     if isinstance(value, Mapping) and value and path[0] in SECTIONS:
         for inner, leaf in value.items():
@@ -378,7 +377,7 @@ def _set(base: TRLConfig, result: dict[str, Any], path: list[str], value: Any) -
 
 
 def _default(method: Any, lr: float, model: ModelConfig, **train: Any) -> TRLConfig:
-    """What the three defaults have in common."""
+    """Returns a config with what the three defaults have in common."""
     return TRLConfig(
         method=method,
         model=model,
@@ -390,7 +389,7 @@ def _default(method: Any, lr: float, model: ModelConfig, **train: Any) -> TRLCon
 
 
 def default_ppo_config() -> TRLConfig:
-    """trlX's defaults of PPO: GPT-2 trained on reviews, of which the top two blocks learn."""
+    """Returns trlX's defaults of PPO: GPT-2 trained on reviews, with the top two blocks trainable."""
     gen = {'max_new_tokens': 40, 'top_k': 0, 'top_p': 1.0, 'do_sample': True}
     method = PPOConfig(init_kl_coef=0.001, scale_reward='ignored', cliprange_reward=10, gen_kwargs=gen)
     model = ModelConfig('lvwerra/gpt2-imdb', num_layers_unfrozen=2)
@@ -399,14 +398,14 @@ def default_ppo_config() -> TRLConfig:
 
 
 def default_ilql_config() -> TRLConfig:
-    """trlX's defaults of ILQL, on GPT-2."""
+    """Returns trlX's defaults of ILQL on GPT-2."""
     method = ILQLConfig(gen_kwargs={'max_new_tokens': 56, 'top_k': 20, 'beta': 1, 'temperature': 1.0})
     length = {'seq_length': 64, 'total_steps': 1000, 'batch_size': 128, 'checkpoint_interval': 1000}
     return _default(method, 5e-5, ModelConfig('gpt2'), trainer='AccelerateILQLTrainer', **length)
 
 
 def default_sft_config() -> TRLConfig:
-    """trlX's defaults of SFT, on GPT-2."""
+    """Returns trlX's defaults of SFT on GPT-2."""
     method = SFTConfig(gen_kwargs={'max_new_tokens': 40, 'top_k': 0, 'top_p': 1.0, 'do_sample': True})
     length = {'total_steps': 1000, 'batch_size': 8, 'checkpoint_interval': 10000}
     return _default(method, 1e-4, ModelConfig('gpt2'), trainer='AccelerateSFTTrainer', **length)

@@ -1,4 +1,4 @@
-"""`trlx.train`, whose arguments decide what runs, and the functions of `trlx.utils`."""
+"""`trlx.train` and the functions of `trlx.utils`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def train(
     config: TRLConfig | None = None,
     stop_sequences: Any = (),
 ) -> Any:
-    """Train, and return the trainer: PPO from a `reward_fn` of (samples, prompts, outputs, tokenizer, **metadata), ILQL
-    from samples with rewards, SFT from samples; or what `config.train.trainer` says.
+    """Trains and returns the trainer: the one in `config.train.trainer`, or PPO with a `reward_fn` of (samples,
+    prompts, outputs, tokenizer, **metadata), ILQL with samples and rewards, SFT with samples.
 
     Args:
-        model_path: in place of the config's; also a transformers config (new weights) or model.
+        model_path: replaces the config's; may be a transformers config (new weights) or model.
         dataset: (samples, rewards), as in 2022. A sample is a text or (prompt, output, prompt, output, ...).
-        prompts, eval_prompts: texts, or dicts with a `prompt` and metadata; begin tokens without them.
+        prompts, eval_prompts: texts, or dicts with a `prompt` and metadata; by default begin tokens.
         metric_fn: `fn(samples, prompts, outputs, **metadata)` → {name: numbers}, logged as `metrics/<name>`.
 
     Raises:
-        ValueError: nothing to train on, or a config that does not fit what is given; before any weight is loaded.
+        ValueError: no data, or a config that does not fit the arguments; raised before weights are loaded.
     """
     if dataset is not None:
         samples, rewards = dataset
@@ -66,7 +66,7 @@ def train(
 
 
 def _check_fits(trainer: Any, name: str, online: bool, rewards: Any) -> None:
-    """Raises ValueError where the config's trainer does not learn from what is given."""
+    """Raises ValueError if the config's trainer does not learn from the given data."""
     if online != hasattr(trainer, 'add_prompt_pipeline'):
         kind = 'a reward_fn' if online else 'samples'
         raise ValueError(f'trlx.train: {name} does not learn from {kind}; choose another config.train.trainer')
@@ -94,13 +94,13 @@ def _add_data(trainer: Any, online: bool, samples: Any, rewards: Any, prompts: A
 
 
 def _pipeline(config: TRLConfig) -> Any:
-    """The config's pipeline; those of 2022 that `train` never used are prompts all the same."""
+    """Returns the config's pipeline; a pipeline of 2022 that `train` never used becomes one of prompts."""
     known_to_train = config.train.pipeline not in ('PPOPipeline', 'OfflinePipeline')
     return get_pipeline(config.train.pipeline) if known_to_train else PromptPipeline
 
 
 def all_arguments(made: type) -> set[str] | None:
-    """Names of a class's arguments, with those of its bases to which `**kwargs` go; None where any keyword goes."""
+    """Returns the names of a class's arguments and of its bases' that get `**kwargs`; None if it takes any keyword."""
     found: set[str] = set()
     for base in made.__mro__:
         if (init := vars(base).get('__init__')) is None:
@@ -116,7 +116,7 @@ def all_arguments(made: type) -> set[str] | None:
 
 
 def set_seed(seed: int) -> None:
-    """Python's, numpy's and torch's generators, apart for each process. Training here draws from `train.seed` alone."""
+    """Seeds Python's, numpy's and torch's generators, differently on each process. Training uses `train.seed` only."""
     set_all_seeds(seed + int(os.environ.get('RANK', '0')))
 
 

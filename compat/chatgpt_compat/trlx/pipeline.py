@@ -1,6 +1,6 @@
-"""Pipelines, trlX's way of handing over prompts, and samples as sequences of tokens.
+"""trlX's pipelines of prompts, and conversion of samples to sequences of tokens.
 
-A pipeline is asked for its items alone; how they are padded and loaded is this library's business.
+Trainers read only the items of a pipeline; this library pads and loads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ register_datapipeline, get_pipeline = _PIPELINES.add, _PIPELINES.find
 
 @dataclass
 class PromptElement:
-    """One prompt of a pipeline of 2022."""
+    """A prompt of a pipeline of 2022."""
 
     text: str
     tokens: Any
@@ -31,7 +31,7 @@ class PromptElement:
 
 @dataclass
 class PromptBatch:
-    """Several of them."""
+    """A batch of prompts of a pipeline of 2022."""
 
     text: Iterable[str]
     tokens: Any
@@ -49,7 +49,7 @@ class BasePipeline(Dataset[Any]):
         raise NotImplementedError(f'{type(self).__name__} needs __len__')
 
     def create_loader(self, batch_size: int, shuffle: bool = False, **options: Any) -> Any:
-        """A loader of lists of items, for a script that looks at them."""
+        """Returns a loader of lists of items, for use by scripts."""
         return DataLoader(self, batch_size=batch_size, shuffle=shuffle, collate_fn=list)
 
 
@@ -58,8 +58,8 @@ class PromptPipeline(BasePipeline):
     """Tokenized prompts: `(prompts, max_prompt_length, tokenizer, add_special_tokens=False)`, or `(prompts, tokenizer)`
     as in 2022.
 
-    `prompts` are texts, or dicts with a `prompt`, whose other keys reach reward and metric functions; the caller's
-    dicts stay whole. Longer ones are cut on the tokenizer's truncation side.
+    `prompts` are texts, or dicts with a `prompt` and keys for reward and metric functions; the dicts are not changed.
+    Longer prompts are truncated on the tokenizer's truncation side.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PromptPipeline(BasePipeline):
         return len(self.prompts)
 
     def create_loader(self, batch_size: int, shuffle: bool = False, **options: Any) -> Any:
-        """A loader of padded batches with `input_ids`, `attention_mask` and the metadata."""
+        """Returns a loader of padded batches with `input_ids`, `attention_mask` and the metadata."""
 
         def collated(items: list[dict[str, Any]]) -> Any:
             batch = self.tokenizer.pad([{'input_ids': item['input_ids']} for item in items], return_tensors='pt')
@@ -106,7 +106,7 @@ class PromptPipeline(BasePipeline):
 
 
 class First(BasePipeline):
-    """The first items of a pipeline."""
+    """The first `count` items of a pipeline."""
 
     def __init__(self, pipeline: Any, count: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class First(BasePipeline):
 
 
 def prompts_of(pipeline: Any, tokenizer: Any) -> list[Prompt]:
-    """The items of any pipeline as `Prompt` records; an empty one becomes the begin token."""
+    """Returns the items of any pipeline as `Prompt` records; an empty prompt becomes the begin token."""
     return [_prompt(pipeline[i], tokenizer) for i in range(len(pipeline))]
 
 
@@ -135,14 +135,14 @@ def _prompt(item: Any, tokenizer: Any) -> Prompt:
     if isinstance(item, str):
         item = tokenizer(item, add_special_tokens=False)['input_ids']
     ids = torch.as_tensor(item, dtype=torch.int64).flatten()
-    real = (ids != tokenizer.pad_token_id).nonzero().flatten()  # pad tokens at the ends fall away
+    real = (ids != tokenizer.pad_token_id).nonzero().flatten()  # drops pad tokens at both ends
     return Prompt(
         ids=ids[real[0] : real[-1] + 1] if len(real) else torch.tensor([begin_id(tokenizer)]), columns=columns
     )
 
 
 def begin_id(tokenizer: Any) -> int:
-    """The begin token, or the end token of a tokenizer without one."""
+    """Returns the begin token, or the end token if the tokenizer has none."""
     return int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
 
 
@@ -150,11 +150,11 @@ def begin_id(tokenizer: Any) -> int:
 
 
 def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
-    """A sample as a sequence: a text, which follows the begin token, or messages, prompt and output in turn. The first
-    message is the prompt, and of the rest the outputs count. The end token is added where it is missing.
+    """Returns the sequence of a sample: a text, which follows the begin token, or alternating prompts and outputs. The
+    first message is the prompt; of the others the outputs count. The end token is added if it is missing.
 
-    Longer ones are cut on the tokenizer's truncation side; what begins with an output then gets a begin token before
-    it. Raises ValueError for an odd number of messages, and where nothing that counts is left.
+    Longer samples are truncated on the tokenizer's truncation side; if the rest begins with an output, a begin token is
+    added before it. Raises ValueError for an odd number of messages, and if no token is left that counts.
     """
     if isinstance(dialogue, str):
         messages = [(False, [begin_id(tokenizer)]), (True, _ids(_ended(dialogue, tokenizer), tokenizer))]
@@ -178,8 +178,8 @@ def tokenize_dialogue(dialogue: Any, tokenizer: Any, max_length: int = 2048) -> 
 
 
 def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequence:
-    """A sample of an encoder-decoder: (prompt, output), each with its own special tokens and at most `max_length` long.
-    Raises ValueError for anything else."""
+    """Returns the sequence of a sample (prompt, output) for an encoder-decoder, each with its own special tokens and at
+    most `max_length` tokens. Raises ValueError for anything else."""
     if isinstance(sample, str) or len(sample) != 2:
         what = 'a text' if isinstance(sample, str) else f'{len(sample)} messages'
         raise ValueError(f'a sample of an encoder-decoder is a prompt and an output, and this is {what}')
@@ -188,8 +188,8 @@ def tokenize_pair(sample: Any, tokenizer: Any, max_length: int = 2048) -> Sequen
 
 
 def text_sequence(text: str, tokenizer: Any, max_length: int) -> Sequence:
-    """A text of which every token but the first is learned, as trlX's SFT takes texts: without an end token of its own.
-    Raises ValueError for fewer than two tokens."""
+    """Returns a sequence in which every token of a text except the first is learned, without an added end token, as in
+    trlX's SFT. Raises ValueError for fewer than two tokens."""
     ids = torch.tensor(_ids(text, tokenizer, max_length))
     if len(ids) < 2:
         raise ValueError(f'the sample {text!r} has {len(ids)} tokens; a text to learn needs two')

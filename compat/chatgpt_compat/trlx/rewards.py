@@ -1,5 +1,5 @@
-"""Reward and metric functions of trlX's scripts: `samples`, `prompts`, `outputs`, `tokenizer` and the prompts' metadata
-by name. Calling them is `chatgpt.data.rewards.calling`'s."""
+"""Reward and metric functions of trlX's scripts, called with `samples`, `prompts`, `outputs`, `tokenizer` and the
+prompts' metadata by name. `chatgpt.data.rewards.calling` calls them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAMES = ('samples', 'prompts', 'outputs', 'responses', 'queries', 'completions',
 
 
 def by_names(function: Callable[..., Any], columns: Collection[str]) -> Callable[..., Any]:
-    """`function` by today's names: `queries` are prompts, and a first argument with a name of its own gets the samples,
-    as in 2022."""
+    """Wraps `function` for the current names: as in 2022, `queries` gets the prompts, and a first argument with any
+    other name gets the samples."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -41,15 +41,15 @@ def by_names(function: Callable[..., Any], columns: Collection[str]) -> Callable
         return function(*start, **{names.get(name, name): value for name, value in given.items()})
 
     renamed = [p.replace(name=today.get(p.name, p.name)) for p in parameters]
-    called.__signature__ = signature.replace(parameters=renamed)  # type: ignore[attr-defined]  # `call` goes by it
+    called.__signature__ = signature.replace(parameters=renamed)  # type: ignore[attr-defined]  # `call` reads it
     return called
 
 
 class OnRank0:
-    """A reward function that only rank 0 has, as in scripts whose other ranks say `reward_fn = True`; described alike
-    on every rank."""
+    """A reward function that only rank 0 has, as in scripts with `reward_fn = True` on the other ranks; its description
+    is the same on every rank."""
 
-    __slots__ = ('fn',)  # no attribute that a description of the reward could see
+    __slots__ = ('fn',)  # without `__dict__`, which a description of the reward would read
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -59,14 +59,13 @@ class OnRank0:
 
 
 class RewardFunction(FunctionScorer):
-    """A reward function of trlX's: one number for each sample, or one for each token of its output. Lists shorter than
-    the response end in zeros; what stands beyond it falls on the last token.
+    """A reward function of trlX, which returns one number per sample, or one per token of its output. Lists shorter
+    than the response are padded with zeros; numbers beyond the response are added to the last token's.
 
     Args:
-        clip: scores are clipped to ± this, each token's alone, and divided by `divisor`.
-        with_end: outputs of responses that ended end with the end token's text, as trlX's rollouts do and its
-            evaluation does not.
-        separator: between prompt and output in `samples`.
+        clip: each number is clipped to [−clip, clip], then divided by `divisor`.
+        with_end: add the end token's text to outputs that ended, as trlX does in rollouts but not in evaluations.
+        separator: text between prompt and output in `samples`.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RewardFunction(FunctionScorer):
         self.tokenizer, self.clip, self.divisor, self.with_end = tokenizer, clip, divisor, with_end
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """trlX's functions take what they name."""
+        """Does nothing: functions get the columns that they name."""
 
     def _call(self, samples: list[Sample]) -> list[Any]:
         names = sorted({name for sample in samples for name in sample.columns})
@@ -95,7 +94,7 @@ class RewardFunction(FunctionScorer):
         values = call(fn, prompts, outputs, columns, separator=self.separator)
         values = values.tolist() if hasattr(values, 'tolist') else values
         if not isinstance(values, (list, tuple)) or len(values) != len(samples):
-            return values  # type: ignore[return-value]  # the scorer says what is wrong with it
+            return values  # type: ignore[return-value]  # the scorer raises the error
         return [self._score(value, sample) for value, sample in zip(values, samples, strict=True)]
 
     def _output(self, sample: Sample) -> str:
@@ -122,8 +121,8 @@ class RewardFunction(FunctionScorer):
 
 
 def metric_function(metric_fn: Callable[..., Any] | None, separator: str = '') -> Callable[..., Any] | None:
-    """A metric function of trlX's in this library's convention: a number stands for every sample. Lists of texts, which
-    scripts show in trlX's tables, are left out. `separator` stands between prompt and output in `samples`."""
+    """Converts a metric function of trlX to this library's convention: a number is repeated for every sample. Lists of
+    texts, meant for trlX's tables, are dropped. `separator` is the text between prompt and output in `samples`."""
     if metric_fn is None:
         return None
 

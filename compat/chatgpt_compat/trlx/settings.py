@@ -1,7 +1,6 @@
-"""What each field of trlX's config comes to here; docs/coming_from/trlx/fields.md lists them.
+"""Converts the fields of trlX's config to this library's settings; docs/coming_from/trlx/fields.md lists them.
 
-A field that cannot be followed is a ValueError or a warning that names it. Left out: the config objects (`config`), and
-building trainers (`trainers`).
+An unsupported field gives a ValueError or a warning that names it.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ RULES: list[tuple[Callable[..., Any], str]] = [
         for name in ('total_steps', 'epochs', 'batch_size', 'checkpoint_interval', 'eval_interval')
     ),
 ]
-"""(whether it is so in the sections model and train, what is wrong with that)"""
+"""(predicate of the sections model and train, error message)"""
 
 
 def check(config: TRLConfig) -> None:
-    """Raises ValueError for what is not served, and for values without meaning, before anything is loaded."""
+    """Raises ValueError for unsupported fields and invalid values, before anything is loaded."""
     model, train = config.model, config.train
     for is_wrong, sentence in RULES:
         if is_wrong(model, train):
@@ -63,7 +62,7 @@ def check(config: TRLConfig) -> None:
     if hasattr(config.method, 'two_qs') and model.peft_config is not None:
         raise ValueError('trlx: peft_config with ILQL is not served: its heads and trunk are trained whole')
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # what is converted is said when it is used
+        warnings.simplefilter('ignore')  # the warnings follow at the conversion
         if model.peft_config is not None:
             lora_values(model.peft_config)
         learning(config)
@@ -75,22 +74,22 @@ def check(config: TRLConfig) -> None:
 
 
 def is_seq2seq(config: TRLConfig) -> bool:
-    """Whether the model is an encoder-decoder."""
+    """Returns True if the model is an encoder-decoder."""
     return bool(config.model.model_arch_type == 'seq2seq')
 
 
 def separator(config: TRLConfig) -> str:
-    """What stands between prompt and output in the `samples` of reward and metric functions."""
+    """Returns the text between prompt and output in the `samples` of reward and metric functions."""
     return '<sep>' if is_seq2seq(config) else ''
 
 
 def processes() -> int:
-    """How many processes `torchrun` or `accelerate launch` started."""
+    """Returns the number of processes that `torchrun` or `accelerate launch` started."""
     return int(os.environ.get('WORLD_SIZE', '1'))
 
 
 def strategy_name() -> str:
-    """What the environment of the launcher asks for."""
+    """Returns the name of the strategy that the launcher's environment selects."""
     if processes() == 1:
         return 'naive'
     if os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE') in ('2', '3') or os.environ.get('ACCELERATE_USE_FSDP'):
@@ -99,7 +98,7 @@ def strategy_name() -> str:
 
 
 def precision() -> str:
-    """Of `accelerate launch`; fp32 without it."""
+    """Returns the precision of `accelerate launch`; fp32 without it."""
     given = os.environ.get('ACCELERATE_MIXED_PRECISION', 'no')
     return given if given in ('bf16', 'fp16') else 'fp32'
 
@@ -126,11 +125,11 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     'cosine_annealing': {'T_max': None, 'eta_min': 0.0, 'warmup_steps': 0},
     'linear': {'start_factor': 1 / 3, 'end_factor': 1.0, 'total_iters': 5},
 }
-"""name → its keywords with their defaults; None is torch's"""
+"""name → its keywords with their defaults; None stands for torch's"""
 
 
 def _chosen(what: str, section: Any, known: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The name and all keywords of an optimizer or scheduler. Raises ValueError for one that is not known."""
+    """Returns the name and all keywords of an optimizer or scheduler. Raises ValueError for an unknown one."""
     name = str(getattr(section.name, 'value', section.name))
     if name not in known:
         raise ValueError(f'trlx: {what} {name!r} is not served; choose one of {", ".join(known)}')
@@ -141,7 +140,7 @@ def _chosen(what: str, section: Any, known: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def optimizer_of(config: TRLConfig) -> tuple[str, dict[str, Any]]:
-    """'adamw' or 'sgd', and its keywords, `lr` among them."""
+    """Returns 'adamw' or 'sgd' and its keywords with `lr`."""
     if config.optimizer is None:
         return 'adamw', {'lr': 1e-3}
     name, kwargs = _chosen('optimizer', config.optimizer, OPTIMIZERS)
@@ -154,7 +153,7 @@ def optimizer_of(config: TRLConfig) -> tuple[str, dict[str, Any]]:
 
 
 def schedule_of(config: TRLConfig) -> dict[str, Any]:
-    """Settings of `LearningSettings` for the learning rate over the run."""
+    """Returns the fields of `LearningSettings` for the learning-rate schedule."""
     if config.scheduler is None:
         return {'lr_schedule': 'constant'}
     name, values = _chosen('scheduler', config.scheduler, SCHEDULERS)
@@ -175,26 +174,26 @@ def schedule_of(config: TRLConfig) -> dict[str, Any]:
 
 
 def _cosine(lr: float, end: float, length: float) -> dict[str, Any]:
-    """From `lr` to `end` in `length` steps; one so long that no run reaches it is no decay."""
+    """Returns a cosine from `lr` to `end` in `length` steps, or no decay if it is longer than any run."""
     if end == lr or length >= 1e9:
         return {'lr_schedule': 'constant'}
     return {'lr_schedule': 'cosine', 'lr_end_factor': end / lr, 'lr_decay_steps': int(length)}
 
 
 def learning(config: TRLConfig) -> dict[str, Any]:
-    """The fields of `LearningSettings`."""
+    """Returns the fields of `LearningSettings`."""
     train = config.train
     bound = {'max_tokens_per_batch': train.minibatch_size * longest(config)} if train.minibatch_size else {}
     return {'max_grad_norm': None} | bound | schedule_of(config)
 
 
 def longest(config: TRLConfig) -> int:
-    """Tokens of the longest sample."""
+    """Returns the maximum number of tokens of a sample."""
     return int(config.train.seq_length or 1024)
 
 
 def longest_prompt(config: TRLConfig) -> int:
-    """Tokens that a prompt may have, so that a response fits behind it."""
+    """Returns the maximum number of tokens of a prompt that leaves enough positions for a response."""
     gen = generation(config)
     room = longest(config) - gen['max_new_tokens'] if 'max_new_tokens' in gen else gen.get('max_length', 2) - 1
     if room < 1:
@@ -209,14 +208,14 @@ def longest_prompt(config: TRLConfig) -> int:
 
 
 class Sweep(NamedTuple):
-    """An evaluation for each of several values of a generation keyword."""
+    """Evaluations with several values of a generation keyword."""
 
     name: str
     values: list[Any]
 
 
 def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]:
-    """Generation keywords of an evaluation, or of the rollouts, which take the first value of a list."""
+    """Returns the generation keywords of an evaluation, or of rollouts, which use the first value of a list."""
     method = config.method
     given = getattr(method, 'gen_experience_kwargs', None) if experience else None
     gen = dict(method.gen_kwargs if given is None else given)
@@ -232,19 +231,19 @@ def generation(config: TRLConfig, *, experience: bool = False) -> dict[str, Any]
             if isinstance(value, list):
                 warn(f'gen_kwargs.{name}={value} is a sweep of the evaluation; rollouts take {value[0]}')
                 gen[name] = value[0]
-    if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, its start token among them
+    if is_seq2seq(config) and (length := gen.pop('max_length', None)):  # of the decoder, with its start token
         gen.setdefault('max_new_tokens', int(length) - 1)
     if gen.get('min_length') and gen['min_length'] >= gen.get('max_length', math.inf):
-        gen |= {'eos_token_id': [], 'min_length': None}  # it counts the prompt as well: there is no end at all
+        gen |= {'eos_token_id': [], 'min_length': None}  # it includes the prompt, so no end token is possible
     if isinstance(end := gen.get('eos_token_id'), int) and end < 0:
-        gen['eos_token_id'] = []  # -1 is transformers' old word for no end token
+        gen['eos_token_id'] = []  # -1 is transformers' old value for no end token
     if gen.get('temperature') == 0:
         gen |= {'do_sample': False, 'temperature': None}
     return gen
 
 
 def sweep_of(gen: Mapping[str, Any]) -> Sweep | None:
-    """The one list among the generation keywords. Raises ValueError where there are two."""
+    """Returns the sweep of the only list among the generation keywords, or None. Raises ValueError for two lists."""
     lists = [Sweep(name, list(value)) for name, value in gen.items() if isinstance(value, list)]
     if len(lists) > 1:
         raise ValueError(
@@ -254,7 +253,7 @@ def sweep_of(gen: Mapping[str, Any]) -> Sweep | None:
 
 
 def sampling_keywords(gen: Mapping[str, Any], stop_sequences: Any) -> dict[str, Any]:
-    """Keywords for this library's engines: without β, which is ILQL's, and with the stop strings."""
+    """Returns keywords for this library's engines, without ILQL's β and with the stop strings."""
     stop = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
     return {name: value for name, value in gen.items() if name != 'beta'} | stop
 
@@ -263,7 +262,7 @@ def sampling_keywords(gen: Mapping[str, Any], stop_sequences: Any) -> dict[str, 
 
 
 class PPOLength(NamedTuple):
-    """How long a PPO run is."""
+    """The length of a PPO run."""
 
     chunks: int
     """timesteps of one learning phase"""
@@ -283,7 +282,7 @@ SCALING = {'running': 'running', 'ref': 'ref', 'ignored': 'none', 'none': 'none'
 
 
 def score_scaling(config: TRLConfig) -> tuple[Any, float]:
-    """`PPOConfig.score_scaling`, and a number that scores are divided by."""
+    """Returns `PPOConfig.score_scaling` and a divisor of scores."""
     given = str(config.method.scale_reward or 'none').lower()
     if given not in SCALING:
         raise ValueError(
@@ -320,7 +319,7 @@ def ppo_settings(config: TRLConfig) -> PPOConfig:
 
 
 def offline_settings(config: TRLConfig) -> dict[str, Any]:
-    """The fields of `SupervisedConfig`. A logged phase is a part of an evaluation's interval."""
+    """Returns the fields of `SupervisedConfig`. The evaluation interval is a multiple of a logged phase."""
     train = config.train
     return learning(config) | {
         'train_batch_size': train.batch_size * processes(),
@@ -340,7 +339,7 @@ def ilql_settings(config: TRLConfig) -> ILQLConfig:
 
 
 def tracker(config: TRLConfig) -> list[Any]:
-    """The callbacks of `train.tracker`."""
+    """Returns the callbacks of `train.tracker`."""
     t = config.train
     if t.tracker is None:
         return []
@@ -361,7 +360,7 @@ def tracker(config: TRLConfig) -> list[Any]:
 
 
 def _wandb_mode() -> str | None:
-    """None leaves it to WANDB_MODE; offline where nobody is logged in, since asking would stop the run."""
+    """Returns None if WANDB_MODE decides; 'offline' without a login, since W&B's prompt would stop the run."""
     if os.environ.get('debug'):
         return 'disabled'
     if os.environ.get('WANDB_MODE') or os.environ.get('WANDB_API_KEY'):

@@ -1,7 +1,6 @@
-"""trlX's trainers over this library's: what scripts touch of them, and how ours are built from a `TRLConfig`.
+"""trlX's trainers on this library's: the interface that scripts use, built from a `TRLConfig`.
 
-The models are loaded when they are first needed, by `learn`, `.model` or `generate`, after everything else has been
-checked.
+Models are loaded at the first use, by `learn`, `.model` or `generate`, after all checks.
 """
 
 from __future__ import annotations
@@ -45,27 +44,27 @@ OLD_NAMES = {
     'AccelerateILQLModel': 'AccelerateILQLTrainer',
     'ILQLModel': 'AccelerateILQLTrainer',
 }
-"""of the files of 2022"""
+"""name in files of 2022 → current name"""
 
 
 def trainer_class_of(name: str) -> type[Any]:
-    """A trainer of a registered name, in any case; also the names of 2022. Raises ValueError for another name."""
+    """Returns the trainer class of a registered name in any case, or of a name of 2022. Raises ValueError."""
     return _TRAINERS.find(OLD_NAMES.get(name, name))
 
 
 class AccelerateRLTrainer(ABC):
-    """Base of the three.
+    """Base of the three trainers.
 
     Args:
         config: a `TRLConfig`.
-        reward_fn, metric_fn: as trlX calls them, see `rewards.call`.
-        stop_sequences: a response ends before the first of them.
-        strategy: in place of the one that the launcher's environment asks for.
+        reward_fn, metric_fn: functions with trlX's arguments, see `rewards`.
+        stop_sequences: a response ends before the first of these texts.
+        strategy: replaces the one of the launcher's environment.
     """
 
     evaluates_reward: ClassVar[bool] = False
     needs: ClassVar[tuple[str, str] | None] = None
-    """a field that the method config must have, and the config that has it"""
+    """a field that the method config must have, and the name of the config with it"""
 
     def __init__(
         self,
@@ -86,11 +85,11 @@ class AccelerateRLTrainer(ABC):
         self._strategy = strategy
         self._draws = 0
 
-    # ------------------------------------------------------------------ what it is made of
+    # ------------------------------------------------------------------ parts
 
     @cached_property
     def strategy(self) -> Any:
-        """What prepares the models; one process, or what the launcher's environment asks for."""
+        """The strategy: one process, or the strategy of the launcher's environment."""
         if self._strategy is not None and not isinstance(self._strategy, str):
             return self._strategy
         name = self._strategy or settings.strategy_name()
@@ -116,7 +115,7 @@ class AccelerateRLTrainer(ABC):
 
     @cached_property
     def actor(self) -> Any:
-        """The model that is trained, not prepared yet."""
+        """The model to train, not prepared."""
         with self.strategy.model_init_context():
             return self.make_actor()
 
@@ -125,7 +124,7 @@ class AccelerateRLTrainer(ABC):
         return nn.Actor(model, **self.lora(model))
 
     def lora(self, model: Any) -> dict[str, Any]:
-        """Arguments of the adapters of `model.peft_config`; {} without one."""
+        """Returns the adapter arguments of `model.peft_config`; {} without one."""
         given = self.config.model
         if given.peft_config is None:
             return {}
@@ -135,16 +134,16 @@ class AccelerateRLTrainer(ABC):
 
     @cached_property
     def trainer(self) -> Any:
-        """This library's trainer, with its models prepared."""
+        """This library's trainer, with prepared models."""
         return self.build()
 
     @abstractmethod
     def build(self) -> Any:
-        """This library's trainer, over prepared models."""
+        """Builds this library's trainer with prepared models."""
 
     @property
     def model(self) -> Any:
-        """The model that is trained, as trlX shows it; see `ModelView`."""
+        """The trained model with trlX's interface, see `ModelView`."""
         return ModelView(self.actor)
 
     @property
@@ -157,7 +156,7 @@ class AccelerateRLTrainer(ABC):
 
     @property
     def iter_count(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps so far."""
         return int(self.trainer.num_updates)
 
     @property
@@ -167,7 +166,7 @@ class AccelerateRLTrainer(ABC):
     # ------------------------------------------------------------------ data
 
     def add_eval_pipeline(self, eval_pipeline: Any) -> None:
-        """The prompts of evaluations."""
+        """Sets the prompts of evaluations."""
         self.eval_pipeline = eval_pipeline
 
     def push_to_store(self, data: Any) -> None:
@@ -179,7 +178,7 @@ class AccelerateRLTrainer(ABC):
     # ------------------------------------------------------------------ the run
 
     def learn(self) -> dict[str, float]:
-        """Train. The numbers of the last evaluation, under trlX's names."""
+        """Trains and returns the metrics of the last evaluation under trlX's names."""
         trainer = self.trainer
         resume = self.config.train.resume_from_checkpoint
         if resume and Path(resume).exists():
@@ -192,12 +191,12 @@ class AccelerateRLTrainer(ABC):
         trainer.fit()
 
     def evaluate(self) -> dict[str, float]:
-        """`reward/mean` and `metrics/<name>` of what is said to the eval prompts now."""
+        """Returns `reward/mean` and `metrics/<name>` of responses to the evaluation prompts."""
         found = self._evaluation(self.trainer)
         return evaluated({f'eval/{name}': value for name, value in found.items()})
 
     def callbacks(self, total_steps: int) -> list[Any]:
-        """Those of every run."""
+        """Returns the callbacks of every run."""
         train = self.config.train
         chosen = [Statistics(), StopAtSteps(total_steps), Checkpoints(train, total_steps)]
         chosen += settings.tracker(self.config)
@@ -210,10 +209,10 @@ class AccelerateRLTrainer(ABC):
 
     @cached_property
     def reward(self) -> Any:
-        """The reward function, also where only rank 0 has one. A collective at the first time.
+        """The reward function, also if only rank 0 has one. A collective at the first access.
 
         Raises:
-            ValueError: rank 0 has none that can be called.
+            ValueError: rank 0 has no callable.
         """
         can_be_called = self.strategy.all_gather_object(callable(self.reward_fn))
         if not can_be_called[0]:
@@ -226,7 +225,7 @@ class AccelerateRLTrainer(ABC):
 
     @cached_property
     def _evaluations(self) -> list[tuple[str, Any]]:
-        """(suffix of the names, evaluation) of every value of a sweep."""
+        """Returns (suffix of the names, evaluation) for every value of a sweep."""
         if self.eval_pipeline is None:
             raise ValueError('there is nothing to evaluate on: give eval_prompts, or add_eval_pipeline')
         prompts = PromptSet(prompts_of(self.eval_pipeline, self.tokenizer))
@@ -259,19 +258,19 @@ class AccelerateRLTrainer(ABC):
 
     @torch.no_grad()
     def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        """(B, S + A) prompts and responses, padded, as the rollouts draw them; of an encoder-decoder (B, 1 + A), the
-        start token and responses.
+        """Returns padded prompts and responses (B, S + A), sampled as in rollouts; for an encoder-decoder the start
+        token and responses (B, 1 + A).
 
         Args:
-            input_ids: (B, S) int64; padding may stand on either side.
-            attention_mask: (B, S), 1 = a real token; None takes everything but the pad token.
-            **kwargs: generation keywords in place of the config's.
+            input_ids: (B, S) int64, padded on either side.
+            attention_mask: (B, S), 1 = a token that counts; None counts all but pad tokens.
+            **kwargs: generation keywords that replace the config's.
         """
         return self._generate(input_ids, attention_mask, settings.generation(self.config, experience=True) | kwargs)
 
     @torch.no_grad()
     def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        """The same, as evaluations draw them."""
+        """Returns as `generate`, with the keywords of evaluations."""
         return self._generate(input_ids, attention_mask, self.generate_kwargs | kwargs)
 
     def _generate(self, input_ids: Any, attention_mask: Any, gen: Mapping[str, Any]) -> Tensor:
@@ -303,29 +302,29 @@ class AccelerateRLTrainer(ABC):
         return torch.cat([ids, responses], dim=1)
 
     def policy(self, actor: Any, gen: Mapping[str, Any], **needs: Any) -> Any:
-        """A context with the whole model to generate with; `needs` as `Strategy.full_model` takes them."""
+        """Returns a context with the whole model for generation; `needs` are arguments of `Strategy.full_model`."""
         return self.strategy.full_model(actor, **needs)
 
     # ------------------------------------------------------------------ files
 
-    # Without a directory they go to hf_model and checkpoint in `checkpoint_dir`.
+    # The default directories are hf_model and checkpoint in `checkpoint_dir`.
 
     def save_pretrained(self, directory: str | Path | None = None) -> None:
-        """A Hugging Face folder of the trained model and its tokenizer."""
+        """Writes a Hugging Face folder of the trained model and its tokenizer."""
         self.trainer.save_pretrained(directory or Path(self.config.train.checkpoint_dir, 'hf_model'))
 
     def save(self, directory: str | Path | None = None) -> None:
-        """A training checkpoint, which `load` and `resume_from_checkpoint` take."""
+        """Writes a training checkpoint for `load` and `resume_from_checkpoint`."""
         self.trainer.save_checkpoint(directory or Path(self.config.train.checkpoint_dir, 'checkpoint'))
 
     def load(self, directory: str | Path | None = None) -> None:
-        """Go on from a folder that `save` wrote."""
+        """Resumes from a folder that `save` wrote."""
         self.trainer.load_checkpoint(directory or Path(self.config.train.checkpoint_dir, 'checkpoint'))
 
     # ------------------------------------------------------------------ building
 
     def load_model(self, *, freeze: bool = True) -> Any:
-        """The transformers model to start from, below its top `num_layers_unfrozen` blocks frozen."""
+        """Loads the initial transformers model, frozen below its top `num_layers_unfrozen` blocks."""
         model = self.config.model
         source, options = model.model_path, dict(model.model_extra_configs)
         is_name, is_model = isinstance(source, (str, Path)), isinstance(source, torch.nn.Module)
@@ -345,14 +344,14 @@ class AccelerateRLTrainer(ABC):
         return found
 
     def with_optimizer(self, model: Any) -> tuple[Any, Any]:
-        """A model and an optimizer of what it trains."""
+        """Returns a model and an optimizer of its trainable parameters."""
         name, options = settings.optimizer_of(self.config)
         parameters = [p for p in model.parameters() if p.requires_grad]
         make = torch.optim.SGD if name == 'sgd' else self.strategy.make_optimizer
         return model, make(parameters, **options)
 
     def common(self, total_steps: int) -> dict[str, Any]:
-        """Arguments of every trainer of ours."""
+        """Returns arguments that every trainer of this library takes."""
         return {
             'tokenizer': self.tokenizer,
             'callbacks': self.callbacks(total_steps),
@@ -361,7 +360,7 @@ class AccelerateRLTrainer(ABC):
 
 
 def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
-    """The local engine, or model.generate for what that one cannot do: an encoder-decoder, or a keyword."""
+    """Returns the local engine, or for an encoder-decoder or a keyword that it lacks the one with `model.generate`."""
     if settings.is_seq2seq(config):
         return HFEngine()
     known = {k: v for k, v in gen.items() if k not in ('beta', 'stop_strings') and not isinstance(v, list)}
@@ -370,22 +369,21 @@ def engine_for(gen: Mapping[str, Any], config: TRLConfig) -> Any:
 
 @register_trainer
 class AcceleratePPOTrainer(AccelerateRLTrainer):
-    """PPO, over `chatgpt.trainer.PPOTrainer`."""
+    """PPO by `chatgpt.trainer.PPOTrainer`."""
 
     evaluates_reward, needs = True, ('ppo_epochs', 'PPOConfig')
     prompt_pipeline: Any = None
     critic: Any = None
-    """a critic of its own, where there is one; made with the actor"""
+    """the critic if it is a separate model; made with the actor"""
     initial: Any = None
-    """the reference, where the actor is not its own; made with the actor"""
+    """the reference if it is a separate model; made with the actor"""
 
     def add_prompt_pipeline(self, pipeline: Any) -> None:
-        """The prompts that rollouts are drawn from."""
+        """Sets the prompts of rollouts."""
         self.prompt_pipeline = pipeline
 
     def make_experience(self, num_rollouts: int = 1024, iter_count: int = 0) -> None:
-        """Rollouts are drawn when `learn` needs them, `method.num_rollouts` for each phase; another number here is
-        pointed out."""
+        """Does nothing: `learn` samples `method.num_rollouts` rollouts in each phase. Warns of another number."""
         if num_rollouts != self.config.method.num_rollouts:
             settings.warn(
                 f'make_experience({num_rollouts}): every phase collects method.num_rollouts='
@@ -398,7 +396,7 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
         return super().callbacks(total_steps)
 
     def make_actor(self) -> Any:
-        """With a value head on the trunk; and beside it what `critic` and `initial` are."""
+        """Makes an actor with a value head on the trunk, and sets `critic` and `initial`."""
         config, model = self.config, self.load_model(freeze=False)
         lora = self.lora(model)
         unfrozen = None if lora or config.model.num_layers_unfrozen < 0 else config.model.num_layers_unfrozen
@@ -417,7 +415,7 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
 
     @property
     def store(self) -> list[Any]:
-        """The experience of the latest phase."""
+        """The experience of the last phase."""
         return list(self.trainer.last_experiences)
 
     def build(self) -> PPOTrainer:
@@ -462,12 +460,12 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
 
 
 class _OfflineTrainer(AccelerateRLTrainer):
-    """Base of those that learn from given samples."""
+    """Base of the trainers that learn from given samples."""
 
     data: Any = None
 
     def build_over(self, trainer_class: Any, config: Any) -> Any:
-        """Ours over the data."""
+        """Builds this library's trainer with the given samples."""
         if self.data is None:
             raise ValueError(
                 f'{type(self).__name__} has nothing to learn from yet: make_experience(samples, ...) first'
@@ -481,15 +479,15 @@ class _OfflineTrainer(AccelerateRLTrainer):
 
 @register_trainer
 class AccelerateILQLTrainer(_OfflineTrainer):
-    """ILQL, over `chatgpt.trainer.ILQLTrainer`."""
+    """ILQL by `chatgpt.trainer.ILQLTrainer`."""
 
     needs = ('two_qs', 'ILQLConfig')
 
     def make_experience(self, samples: Any, rewards: Any, max_length: int | None = None) -> None:
-        """Samples with one reward each, standardised over all of them, on the last token of the last output.
+        """Stores samples with one reward each, standardised over all samples, on the last token of the last output.
 
         Raises:
-            ValueError: lists of different lengths, a sample without an output.
+            ValueError: lists of different lengths, or a sample without an output.
         """
         given = [float(r) for r in (rewards.tolist() if hasattr(rewards, 'tolist') else rewards)]
         if len(samples) != len(given):
@@ -516,10 +514,10 @@ class AccelerateILQLTrainer(_OfflineTrainer):
 
 @register_trainer
 class AccelerateSFTTrainer(_OfflineTrainer):
-    """SFT, over `chatgpt.trainer.SFTTrainer`."""
+    """SFT by `chatgpt.trainer.SFTTrainer`."""
 
     def make_experience(self, samples: Any, max_length: int | None = None) -> None:
-        """Texts, of which every token is learned; or dialogues, of which the outputs are."""
+        """Stores texts, in which every token is learned, or dialogues, in which the outputs are."""
         limit = max_length or settings.longest(self.config)
         make: Callable[..., Any] = text_sequence if isinstance(samples[0], str) else tokenize_dialogue
         if settings.is_seq2seq(self.config):
@@ -535,16 +533,16 @@ class OutputWithValue(NamedTuple):
     """(B, S, V)"""
     past_key_values: Any
     value: Tensor | None
-    """(B, S) fp32, None without a value head"""
+    """(B, S) fp32; None without a value head"""
 
 
 class ModelView(torch.nn.Module):
-    """`trainer.model`: the modules of an `Actor` or `ILQLModel` under trlX's names; a name that it lacks is the
-    transformers model's."""
+    """The modules of an `Actor` or `ILQLModel` under trlX's names, for `trainer.model`; other attributes are those of
+    the transformers model."""
 
     def __init__(self, actor: Any) -> None:
         super().__init__()
-        self._actor = (actor,)  # in a tuple, so that it is not registered beside its parts
+        self._actor = (actor,)  # in a tuple, so that it is not registered as a submodule
         self.base_model = actor.model
         self.v_head = getattr(actor, 'v_head', None) or getattr(actor, 'value_head', None)
         if hasattr(actor, 'q_heads'):
@@ -562,7 +560,7 @@ class ModelView(torch.nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True, **kwargs: Any
     ) -> OutputWithValue:
-        """Logits and values of every position. `input_ids` (B, S) int64; of an encoder-decoder those of
+        """Returns logits and values of every position of `input_ids` (B, S) int64, for an encoder-decoder of
         `decoder_input_ids`."""
         out = self.base_model(input_ids, attention_mask=attention_mask, output_hidden_states=True, **kwargs)
         states = out.decoder_hidden_states if nn.is_encoder_decoder(self.base_model) else out.hidden_states
@@ -571,9 +569,9 @@ class ModelView(torch.nn.Module):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, of the policy itself."""
+        """Calls transformers' `generate` of the policy."""
         return self.base_model.generate(*args, **kwargs)
 
     def save_pretrained(self, directory: str | Path, **_: Any) -> None:
-        """A Hugging Face folder; adapters are folded in."""
+        """Writes a Hugging Face folder with adapters merged."""
         self._actor[0].save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Programs as ColossalAI's `coati` has them, under `chatgpt_compat run`."""
+"""Programs in the style of ColossalAI's `coati` under `chatgpt_compat run`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Runs a program in an empty folder; what it printed."""
+    """Returns a function that runs a program in an empty folder and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def runs(path: Path, *arguments: object) -> str:
@@ -70,7 +70,7 @@ def test_ppo_with_loaders(program, gpt2, tmp_path, lora_rank):
 
 def test_sft_and_reward_model_with_loaders(program, gpt2, tmp_path):
     out = program(PROGRAMS / 'july_supervised.py', gpt2, rows(tmp_path / 'rows.json')).splitlines()
-    # 8 rows in batches of 2, a step each 2, 2 epochs; 6 pairs in batches of 2, 2 epochs
+    # 8 rows in batches of 2, a step every 2 batches, 2 epochs; 6 pairs in batches of 2, 2 epochs
     assert [line for line in out if 'updates' in line] == ['sft updates 4', 'rm updates 6']
     assert 'generated 1' in out
     assert (tmp_path / 'sft' / 'config.json').exists() and (tmp_path / 'rm.pt').exists()
@@ -84,7 +84,7 @@ def test_sft_and_reward_model_with_loaders(program, gpt2, tmp_path):
         ('from coati.models.chatglm import ChatGLMActor\nChatGLMActor()', 'ChatGLMActor is not served'),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path, capsys, line, said):
+def test_unsupported_names_are_errors(tmp_path, capsys, line, said):
     (tmp_path / 'script.py').write_text(f'{line}\n')
     assert run(str(tmp_path / 'script.py'), []) == 1
     assert said in capsys.readouterr().err

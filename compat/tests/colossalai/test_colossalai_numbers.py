@@ -1,4 +1,4 @@
-"""Our formulas against numbers of ColossalAI's own code, which compat/benchmarks/compat_colossalai.py wrote."""
+"""Compares our formulas with numbers of ColossalAI's code, recorded by compat/benchmarks/compat_colossalai.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_same_formula_gives_the_same_numbers(script):
 
 
 def test_another_formula_would_be_noticed(script):
-    """A negative control: a clip range of 0.1, and k3 of the other direction."""
+    """Negative control: a clip range of 0.1, and k3 of the other direction."""
     losses = importlib.import_module(script.OURS)
 
     class Narrow(losses.PolicyLoss):
@@ -55,7 +55,7 @@ def test_another_formula_would_be_noticed(script):
         assert script.error(ours[name]['value'], GOLDEN['theirs'][name]['value']) > 1e-3
 
 
-def test_where_theirs_is_wrong(script):
+def test_corrected_formulas(script):
     ours = script.numbers(importlib.import_module(script.OURS), INPUTS)
     x, total = {name: value.double() for name, value in INPUTS.items()}, 0.0
     for b, count in enumerate((5, 3, 1)):
@@ -67,7 +67,7 @@ def test_where_theirs_is_wrong(script):
         total += row / count
     assert ours['ValueLoss of actions']['value'] == pytest.approx(total / 3, rel=1e-5)
     padding = torch.tensor(GOLDEN['theirs']['ValueLoss of actions']['gradient'])[~INPUTS['mask']]
-    assert (padding != 0).any()  # theirs learns padding
+    assert (padding != 0).any()  # ColossalAI learns padding
     assert not torch.tensor(ours['ValueLoss of actions']['gradient'])[~INPUTS['mask']].any()
     far = (200.0 + math.log(1 + math.exp(-200)) + math.log(1 + math.exp(-1.0))) / 2
     for name in ('LogSigLoss far apart', 'LogExpLoss far apart'):

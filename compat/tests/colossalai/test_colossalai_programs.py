@@ -1,4 +1,4 @@
-"""Programs as ColossalAI's `chatgpt` had them, under `chatgpt_compat run`, and what they leave behind."""
+"""Programs in the style of ColossalAI's `chatgpt` under `chatgpt_compat run`, checked by their files and output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHORT = ['--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max
 
 @pytest.fixture(scope='module')
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, called as on the hub."""
+    """The folder of a model, named as on the hub."""
     folder = tmp_path_factory.mktemp('hub') / 'gpt2'
     torch.manual_seed(0)
     GPTActor(config=tiny_config('gpt2', positions=512)).save_pretrained(folder, tokenizer=char_tokenizer())
@@ -41,7 +41,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Runs a program in an empty folder; what it printed."""
+    """Returns a function that runs a program in an empty folder and returns its output."""
     monkeypatch.chdir(tmp_path)
 
     def runs(name: str, *arguments: object) -> str:
@@ -55,14 +55,14 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 
 def preferences(path: Path) -> Path:
-    """Of eight prompts; good answers say so."""
+    """Writes preferences for eight prompts; good responses contain a marker."""
     rows = [{'prompt': f'q {i}: ', 'chosen': f'good {i}', 'rejected': f'bad {i}'} for i in range(8)]
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return path
 
 
 def last_scores(folder: Path, checkpoint: Path, texts: list[str], lora_rank: int = 0) -> list[float]:
-    """By a plain forward of transformers' trunk and the head, at the last token."""
+    """Returns the scores at the last token by a forward of transformers' trunk and the head."""
     model = GPTRM(pretrained=folder, lora_rank=lora_rank)
     model.load_state_dict(torch.load(checkpoint, weights_only=True))
     model.eval()
@@ -75,7 +75,7 @@ def last_scores(folder: Path, checkpoint: Path, texts: list[str], lora_rank: int
 
 
 def test_every_program_is_served():
-    """By the checker, which does not run them."""
+    """The checker finds every name of every program served."""
     for path in PROGRAMS.glob('*.py'):
         wrong = [str(f) for f in findings(uses(read_script(path))) if not f.served]
         assert not wrong, f'{path.name}: {wrong}'
@@ -83,12 +83,12 @@ def test_every_program_is_served():
 
 def test_dummy_of_february(program, gpt2, tmp_path):
     out = program('february_dummy', '--pretrain', gpt2, '--train_batch_size=8', *SHORT)
-    # 2 episodes of 2 timesteps of 8 prompts, learned after each 2: 2 phases, each 2 epochs of 16 / 8 batches
+    # 2 episodes of 2 timesteps of 8 prompts, learned every 2 timesteps: 2 phases of 2 epochs of 16 / 8 batches
     assert out.splitlines()[-1] == 'phases 2 updates 8'
     weights = torch.load(tmp_path / 'actor.pt', weights_only=True)
     model = GPTActor(pretrained=gpt2)
     before = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
-    assert set(weights) == set(before)  # of the bare model
+    assert set(weights) == set(before)  # names of the bare model
     assert any(not torch.equal(weights[name], before[name]) for name in before)
     assert (tmp_path / 'actor_optim_0.pt').exists()
 
@@ -154,7 +154,7 @@ def test_sft_of_march(program, gpt2, tmp_path, alpaca, monkeypatch, installed):
         monkeypatch.setattr(modules, 'installed', lambda n, p=None: None if n.startswith('colossalai') else found(n, p))
     out = program('march_sft', '--pretrain', gpt2, '--max_epochs=30', '--batch_size=5', '--log_interval=10')
     assert out.splitlines()[-1] == "batch ['attention_mask', 'input_ids', 'labels'] True updates 30"
-    # after 30 steps on five instructions the likeliest answers are theirs
+    # after 30 steps on five instructions the learned responses are likely
     model = GPTActor(pretrained=gpt2).model
     model.load_state_dict(torch.load(tmp_path / 'sft_ckpt.pth', weights_only=True))
     tokenizer = char_tokenizer()
@@ -170,7 +170,7 @@ def test_sft_of_march(program, gpt2, tmp_path, alpaca, monkeypatch, installed):
 
 
 def greedy(folder: Path, ids: list[int], max_length: int) -> list[int]:
-    """Without a cache, token by token, to the end token."""
+    """Generates token by token without a cache up to the end token."""
     model = GPTActor(pretrained=folder).model.eval()
     while len(ids) < max_length:
         with torch.no_grad():
@@ -213,15 +213,15 @@ def test_benchmark(program):
     assert sizes[1] == sizes[0] + 33 and sizes[2] == sizes[0]
 
 
-def test_a_callback_of_ones_own_and_settings_without_names(program, gpt2):
+def test_a_custom_callback_and_positional_settings(program, gpt2):
     settings, diary = program('own_callback', gpt2).splitlines()[-2:]
     assert settings == '0.05 4 0.1 0.3 4 2'
     phase = ['made 4', 'epoch 0', 'batch', 'epoch 1', 'batch']
     assert ast.literal_eval(diary) == ['fit', 'episode 0', *phase, 'episode 1', *phase, 'end']
 
 
-def test_a_loop_of_ones_own(program):
-    """All numbers by a loop over plain floats."""
+def test_a_custom_loop(program):
+    """The test computes all numbers by a loop over floats."""
     numbers, grads = program('own_loop').splitlines()[-2:]
     reward_0, reward_1, policy, value, mixed = ast.literal_eval(numbers)
     kl = math.exp(0.1) - 1 - 0.1
@@ -239,7 +239,7 @@ def test_a_loop_of_ones_own(program):
     nll = [-float(logits[b, t].log_softmax(0)[ids[b][t + 1]]) for b in range(2) for t in range(4)]
     assert mixed == pytest.approx(policy + 0.5 * sum(nll) / 8, rel=1e-5)
     has_gradient, values = grads.split(' ', 1)
-    assert has_gradient == 'True'  # and of the value loss it is 2 (v - r) / 2
+    assert has_gradient == 'True'  # that of the value loss is 2 (v - r) / 2
     assert ast.literal_eval(values) == pytest.approx(
         [v - r for v, r in zip((0.3, 0.1), rewards, strict=True)], rel=1e-5
     )
@@ -256,14 +256,14 @@ def torchrun(program: str, folder: Path, *arguments: str, processes: int = 1) ->
 def test_under_torchrun_on_two_processes(gpt2, tmp_path):
     done = torchrun('february_dummy', tmp_path, '--strategy=ddp', f'--pretrain={gpt2}', *SHORT, processes=2)
     assert done.returncode == 0, done.stderr
-    # two processes print at once, so that their words may stand between each other's
+    # the output of two processes may be interleaved
     printed = re.sub(r'phase \d/\d .*\n', '', done.stdout)
     assert sorted(''.join(printed.split())) == sorted('phases2updates8' * 2)
-    assert done.stderr.count('chatgpt_compat: ') == 1  # one process reports
+    assert done.stderr.count('chatgpt_compat: ') == 1  # only one process reports
 
 
 def one_step(model: str, folder: str) -> None:
-    """Checkpoints of an actor that has learned once, its optimizer's a folder as of every sharded strategy."""
+    """Writes checkpoints of an actor after one step; the optimizer's is a folder, as for every sharded strategy."""
     with FSDPStrategy() as strategy:
         actor = GPTActor(pretrained=model)
         actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
@@ -278,7 +278,7 @@ def one_step(model: str, folder: str) -> None:
 @pytest.mark.system
 @pytest.mark.skipif(importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed')
 def test_the_usage_section_of_its_page(gpt2, tmp_path):
-    """Gemini in fp16, its HybridAdam, a critic of GPT-2's own size, checkpoints that are there before."""
+    """It uses Gemini in fp16, HybridAdam, a critic of GPT-2's size and existing checkpoints."""
     (tmp_path / 'gpt2').symlink_to(gpt2)
     run_distributed(one_step, 1, str(gpt2), str(tmp_path))
     before = torch.load(tmp_path / 'actor_checkpoint.pt', weights_only=True)
@@ -289,7 +289,7 @@ def test_the_usage_section_of_its_page(gpt2, tmp_path):
     assert set(after) == set(before) and all(t.dtype == torch.float32 for t in after.values())
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < change < 1e-2  # a step of a loaded optimizer at 5e-6, after rounding to 16 bits
-    assert (tmp_path / 'actor_optim_checkpoint.pt').is_dir()  # of all ranks, as a folder
+    assert (tmp_path / 'actor_optim_checkpoint.pt').is_dir()  # a folder with the states of all ranks
 
 
 HYBRID_ADAM = """

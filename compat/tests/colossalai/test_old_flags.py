@@ -1,4 +1,4 @@
-"""Every flag of ColossalAI's old scripts, on ours of the same name: each one is taken, and a short run of each ends."""
+"""Our scripts accept every flag of ColossalAI's scripts of the same names, and complete a short run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_deberta_is_a_family_of_reward_models():
 
 @pytest.mark.parametrize('script', ['train_dummy', 'inference', 'benchmark_gpt_dummy', 'benchmark_opt_lora_dummy'])
 def test_every_flag_of_the_scripts_with_a_parser_of_their_own(script, monkeypatch):
-    """Up to the point where the flags are read."""
+    """Runs each script up to the reading of its flags."""
     folder = ROOT / ('benchmarks' if script.startswith('benchmark') else 'examples')
     monkeypatch.syspath_prepend(folder)
     spec = importlib.util.spec_from_file_location(f'flags_of_{script}', folder / f'{script}.py')
@@ -189,4 +189,4 @@ def test_a_short_run(script, tmp_path):
         assert Path(tmp_path, name).exists(), name
     if script == 'inference':
         said, answer = done.stdout.splitlines()[:2]
-        assert said == '> how are you' and len(answer) <= 13  # characters are tokens: 24 with the prompt
+        assert said == '> how are you' and len(answer) <= 13  # a token per character, 24 with the prompt

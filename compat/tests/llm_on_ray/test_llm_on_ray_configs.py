@@ -1,5 +1,5 @@
-"""llm-on-ray's configs and data as its workflow has them, run unchanged as `python -m chatgpt reward-model`, `ppo` and
-`sft` run them; each asserts what it should leave behind."""
+"""Runs llm-on-ray's configs and data unchanged through `python -m chatgpt reward-model`, `ppo` and `sft`, and checks
+the files that they write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCRIPTS = {'reward': 'examples/train_reward_model.py', 'ppo': 'examples/train_pr
 
 
 def longer() -> Any:
-    """The embedded model's config with the room that a response of 64 tokens needs."""
+    """Returns the embedded model's config with enough positions for a response of 64 tokens."""
     config = demo_world.demo_config()
     config.n_positions = 128
     return config
@@ -35,7 +35,7 @@ def longer() -> Any:
 
 @pytest.fixture(scope='module')
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model, called as its configs call it."""
+    """The folder of a base model under the name in the configs."""
     folder = tmp_path_factory.mktemp('hub') / 'EleutherAI' / 'gpt2'
     GPTActor(config=longer()).save_pretrained(folder, tokenizer=demo_world.demo_tokenizer())
     return folder
@@ -43,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory from which `EleutherAI/gpt2` is found."""
+    """A working directory in which `EleutherAI/gpt2` is found."""
     (tmp_path / 'EleutherAI').symlink_to(base.parent)
     monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads()
@@ -52,7 +52,7 @@ def here(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def conf(path: Path, text: str) -> str:
-    """A file of one of its formats; `.conf` is a Python literal with its comments and commas."""
+    """Writes a config in one of its formats; `.conf` is a Python literal with comments and commas."""
     path.write_text(text)
     return str(path)
 
@@ -71,7 +71,7 @@ def metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def pairs(path: Path, count: int, name: str = 'instruction', *, pretty: bool = False, seed: int = 0) -> None:
-    """Preferences of the embedded world, one a line or pretty-printed back to back as its sample is."""
+    """Writes preferences of the embedded world, one per line or pretty-printed one after another, as in its sample."""
     rows = [
         {name: row['prompt'], 'chosen': row['chosen'], 'rejected': row['rejected']}
         for row in demo_world.demo_preferences(count, seed)
@@ -111,9 +111,9 @@ REWARD_CONF = """{
 def test_reward_conf_with_instructions(here):
     pairs(here / 'rm_data.jsonl', 16)
     run('reward', conf(here / 'reward.conf', REWARD_CONF))
-    # 12 of the 16 records learned, two at a time, three times over; the other four judged after each pass
+    # 12 of the 16 records are learned in batches of two in three passes; the other four are evaluated after each pass
     rows = metrics('log')
-    assert len(rows) == 2 and all('rm/val_loss' in row for row in rows)  # 18 steps, logged by tens
+    assert len(rows) == 2 and all('rm/val_loss' in row for row in rows)  # 18 steps, logged every ten
     model = transformers.AutoModelForSequenceClassification.from_pretrained('model')
     assert model.config.num_labels == 1
     head = RewardModel.from_pretrained('model').value_head
@@ -121,7 +121,7 @@ def test_reward_conf_with_instructions(here):
 
 
 def test_reward_yaml_with_prompts_back_to_back(here):
-    """The trained model is saved, and its head is the trained one: it prefers what it was shown."""
+    """The trained model is saved with its trained head: it prefers the chosen responses."""
     pairs(here / 'sample.jsonl', 8, 'prompt', pretty=True)
     run(
         'reward',
@@ -179,7 +179,7 @@ def test_a_validation_file_and_a_number_of_steps(here):
 
 
 def test_accumulation_is_one_step_of_the_optimizer(here):
-    """Batches of 2 in 4 forwards are steps of 8: the same weights as batches of 8 in one."""
+    """4 accumulated batches of 2 give the same weights as a batch of 8."""
     pairs(here / 'rm_data.jsonl', 16)
     ends = []
     for name, batch, steps in (('one', 8, 1), ('four', 2, 4)):
@@ -193,7 +193,7 @@ def test_accumulation_is_one_step_of_the_optimizer(here):
 
 @pytest.fixture
 def reward_model(here: Path) -> None:
-    """A reward model in `rm`."""
+    """Trains a reward model into `rm`."""
     pairs(here / 'rm_data.jsonl', 8)
     text = REWARD_CONF.replace('"epochs": 3', '"epochs": 1').replace('"model"', '"rm"').replace('"log"', '"rm_log"')
     run('reward', conf(here / 'rm.conf', text))
@@ -210,17 +210,17 @@ def ppo_conf(training: str, **general: str) -> str:
     )
 
 
-def drawn(folder: str) -> list[str]:
+def sampled_prompts(folder: str) -> list[str]:
     return [json.loads(line)['prompt'] for line in Path(folder, 'samples.jsonl').read_text().splitlines()]
 
 
 def test_ppo_conf_by_epochs_visits_every_prompt(here, reward_model):
-    """Theirs only ever used the first."""
+    """llm-on-ray uses only the first prompt."""
     prompts(here / 'ppo.jsonl', 6)
     training = '"experience_batch_size": 2, "epochs": 2, "learning_rate": 1e-5, "kl_coeff": 0.2'
     r = run('ppo', conf(here / 'ppo.conf', ppo_conf(training)))
     rows = metrics(r.save_path)
-    assert len(rows) == 6  # two passes over six prompts, two at a time
+    assert len(rows) == 6  # two passes over six prompts in batches of two
     record = json.loads(Path(r.save_path, 'run.json').read_text())
     settings = record['settings']
     assert (record['data']['prompts'], settings['kl_coef'], settings['lr'], settings['optimizer']) == (
@@ -230,14 +230,14 @@ def test_ppo_conf_by_epochs_visits_every_prompt(here, reward_model):
         'adamw',
     )
     first = rows[0]
-    assert first['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-5)  # between a policy and itself; theirs is not 0
+    assert first['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-5)  # of a policy and itself; not 0 in llm-on-ray
     tokenizer = transformers.AutoTokenizer.from_pretrained(Path(r.save_path, 'actor'))
     model = transformers.AutoModelForCausalLM.from_pretrained(Path(r.save_path, 'actor'))
     assert model.config.vocab_size >= len(tokenizer)
 
 
 def test_the_reward_models_head_goes_into_ppo(here, reward_model):
-    """Theirs never read `rm_pretrain`, so its head was random. Here a head of zeros with a bias scores all alike."""
+    """llm-on-ray does not read `rm_pretrain`, so its head is random. Here a head of zeros gives equal scores."""
     model = RewardModel.from_pretrained('rm')
     with torch.no_grad():
         model.value_head.weight.zero_()
@@ -263,7 +263,7 @@ def test_trained_weights_take_the_place_of_the_name(here, reward_model):
 
 
 def test_finetuning_data_with_a_context(here):
-    """instruction, context, response: the shape of its fine-tuning data."""
+    """Rows have instruction, context and response, as its fine-tuning data."""
     rows = [{'instruction': 'tell', 'context': '', 'response': row['response']} for row in demo_world.demo_corpus(8)]
     rows[0]['context'] = 'once'
     Path('sft.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
@@ -284,7 +284,7 @@ Training: {optimizer: AdamW, batch_size: 2, epochs: 5, learning_rate: 3.0e-3, lr
 
 
 def test_more_cores_than_there_are(here):
-    """Its defaults ask for 32 and 56."""
+    """Its defaults request 32 and 56 cores."""
     cores = len(os.sched_getaffinity(0))
     for cpus in (1, 56):
         path = conf(here / 'reward.conf', REWARD_CONF.replace('{"CPU": 1}', f'{{"CPU": {cpus}}}'))
@@ -303,14 +303,14 @@ def test_more_cores_than_there_are(here):
         ('1e-3', '__import__("os").getpid()', 'a .conf file is one Python literal'),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(here, old, new, sentence):
+def test_unsupported_settings_are_errors(here, old, new, sentence):
     with pytest.raises(ValueError, match=sentence.replace('(', r'\(')):
         run('reward', conf(here / 'reward.conf', REWARD_CONF.replace(old, new)))
 
 
 @pytest.mark.system
 def test_the_command(here):
-    """`python -m chatgpt` with one worker."""
+    """Runs `python -m chatgpt` with one worker."""
     pairs(here / 'rm_data.jsonl', 8)
     prompts(here / 'ppo.jsonl', 4)
     conf(here / 'reward.conf', REWARD_CONF.replace('"model"', '"rm"'))
@@ -326,7 +326,7 @@ def test_the_command(here):
 
 @pytest.mark.system
 def test_two_workers_really_work(here):
-    """Both commands, started as docs/launch.md says; two processes share each step."""
+    """Runs both commands as in docs/launch.md; two processes share each step."""
     pairs(here / 'rm_data.jsonl', 8)
     prompts(here / 'ppo.jsonl', 4)
     conf(
@@ -343,4 +343,4 @@ def test_two_workers_really_work(here):
         done = subprocess.run([*command, '--strategy=ddp', *more], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(Path('ppo/run.json').read_text())['strategy']['world_size'] == 2
-    assert len(metrics('ppo')) == 2  # four prompts, two at a time, one on each worker
+    assert len(metrics('ppo')) == 2  # four prompts in batches of two, one on each worker

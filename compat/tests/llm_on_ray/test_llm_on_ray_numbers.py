@@ -1,4 +1,4 @@
-"""Our reward loss against numbers of llm-on-ray's own code, which compat/benchmarks/compat_llm_on_ray.py wrote."""
+"""Compares our reward loss with numbers of llm-on-ray's code, recorded by compat/benchmarks/compat_llm_on_ray.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_equal_where_two_answers_differ_in_their_last_token(script):
 
 
 def test_elsewhere_theirs_averages_over_the_tokens_that_differ(script):
-    """Ours scores an answer, not its tokens: another loss. Both by a loop."""
+    """Our loss scores a response, llm-on-ray's its tokens; the test computes both by a loop."""
     name = 'they differ in three tokens'
     x = tensors(name)
 

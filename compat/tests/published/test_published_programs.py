@@ -1,7 +1,7 @@
-"""Published programs, byte for byte, under `chatgpt_compat run`; what is not the programs' own is data and sizes.
+"""Runs unchanged published programs under `chatgpt_compat run` with small data and sizes.
 
-The files are not part of this repository. `CHATGPT_PROGRAMS` names a folder with them, as `FOLDER/NAME.py`; of each the
-SHA-256 is known, so that a file that was changed is an error. docs/coming_from/programs.md says where each is from.
+The files are not part of this repository. `CHATGPT_PROGRAMS` is a folder with them, as `FOLDER/NAME.py`; a wrong
+SHA-256 is an error. docs/coming_from/programs.md lists their origins.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SHA256 = {
     'train_dummy': '0365dd07206b200b7e907e2e7dcc6d48cab0772b0de8900b0636094c052955f2',
     'train_reward_model': '8a86ac5854591ab5451faf6d64c2db6c8dacc9a04c22f6bc683ae2b3c49f671d',
 }
-"""of hpcaitech/ColossalAI at 9998d5ef6, applications/ChatGPT/examples (March 2023, Apache-2.0)"""
+"""file in hpcaitech/ColossalAI at 9998d5ef6, applications/ChatGPT/examples (March 2023, Apache-2.0) → SHA-256"""
 
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The path of a program; its working folder holds the models that it names."""
+    """Returns a function from a program's name to its path; the working directory has the models that it names."""
     folder = os.environ.get('CHATGPT_PROGRAMS')
     if not folder:
         pytest.skip('CHATGPT_PROGRAMS, the folder of the published programs, is not set')

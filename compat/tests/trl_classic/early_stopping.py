@@ -1,4 +1,4 @@
-"""A learning rate that is far too high, with two brakes: early stopping by KL, batches of high ratio skipped."""
+"""A learning rate that is far too high, with early stopping by KL and skipped batches of high ratio."""
 
 import sys
 

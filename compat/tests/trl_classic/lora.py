@@ -1,4 +1,4 @@
-"""LoRA by peft_config in what was 8 bits: no reference model, lists of queries, Adafactor, files now and then."""
+"""LoRA by peft_config with load_in_8bit: no reference model, lists of queries, Adafactor, checkpoints."""
 
 import sys
 

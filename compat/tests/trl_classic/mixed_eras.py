@@ -1,4 +1,4 @@
-"""A loop of the classic era whose config was moved to the names of the second one, half of them."""
+"""A loop of the classic era with some names of the second era in its config."""
 
 import sys
 

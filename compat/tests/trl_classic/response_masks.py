@@ -1,4 +1,4 @@
-"""Two turns with a tool between them: what the tool says is in the response, and the mask keeps it out of the loss."""
+"""Two turns with a tool between them; its output is in the response, and the mask excludes it from the loss."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Some steps, a folder, and on from the folder with the value head that was trained."""
+"""Trains, saves a folder, and resumes from it with the trained value head."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A reward model of its own, scores of which are the rewards."""
+"""PPO with the scores of a separate reward model."""
 
 import sys
 from dataclasses import dataclass, field

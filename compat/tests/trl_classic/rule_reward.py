@@ -1,4 +1,4 @@
-"""A rule as reward, no dataset: say the letter 'a' as often as possible."""
+"""A rule as reward without a dataset: the number of letters 'a'."""
 
 import sys
 

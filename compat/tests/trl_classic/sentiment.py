@@ -1,4 +1,4 @@
-"""A policy that writes what a sentiment pipeline likes: one query at a time, lengths from a sampler."""
+"""PPO with the score of a sentiment pipeline, one query at a time, with lengths from a sampler."""
 
 from dataclasses import dataclass, field
 

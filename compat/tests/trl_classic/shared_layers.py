@@ -1,4 +1,4 @@
-"""Half of the blocks shared with the reference, a model in 16 bits, an optimizer and a schedule of one's own."""
+"""Half of the blocks shared with the reference, a model in 16 bits, a given optimizer and schedule."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the policy says before and after PPO, with a reward module in TRL's own protocol of backbone and score."""
+"""Completions of the policy before and after PPO, with a reward module in TRL's protocol of backbone and score."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ wanted = tokenizer.convert_tokens_to_ids('fox')
 
 
 class LikesFoxes(torch.nn.Module):
-    """The share of foxes so far is the score at each token."""
+    """A reward module with the share of foxes up to each token as its score."""
 
     base_model_prefix = 'body'
 

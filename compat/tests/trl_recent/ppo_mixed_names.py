@@ -1,4 +1,4 @@
-"""A script that was half moved: the newer trainer with names of the older config."""
+"""A partly migrated script: the newer trainer with names of the older config."""
 
 import sys
 

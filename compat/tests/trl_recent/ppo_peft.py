@@ -1,4 +1,4 @@
-"""PPO of adapters: no reference model, the adapter is what is saved."""
+"""PPO with adapters and without a reference model; it saves the adapter."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""PPO with a value model of its own, mini-batches, gradient accumulation and a callback that ends the run."""
+"""PPO with a separate value model, mini-batches, gradient accumulation and a callback that ends the run."""
 
 import sys
 

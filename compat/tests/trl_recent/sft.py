@@ -1,4 +1,4 @@
-"""SFT four ways: text in blocks, prompt and completion, turns with a chat format, and a function that writes text."""
+"""SFT on text in blocks, prompt and completion, turns with a chat format, and texts of a formatting function."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""As trlX's own tests: a trainer made by hand, pipelines added by hand, checkpoints, and a run that goes on."""
+"""A trainer made without `trlx.train`, as in trlX's tests, with added pipelines, checkpoints and a resumed run."""
 
 import json
 import sys

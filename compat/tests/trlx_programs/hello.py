@@ -1,4 +1,4 @@
-"""The first lines of trlX's README: a reward, nothing else; the trained model answers, and is saved."""
+"""The first lines of trlX's README: training with only a reward, generation, and saving."""
 
 import json
 import sys

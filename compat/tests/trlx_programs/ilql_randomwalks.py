@@ -1,4 +1,4 @@
-"""Short ways to 'a' by ILQL from walks with rewards, evaluated for a list of β."""
+"""Shortest walks to 'a' by ILQL from walks with rewards, evaluated for a list of β."""
 
 import json
 import sys

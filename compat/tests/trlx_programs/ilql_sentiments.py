@@ -1,4 +1,4 @@
-"""ILQL from labelled reviews; how positive the answers are is measured by a classifier."""
+"""ILQL from labelled reviews, evaluated by a sentiment classifier."""
 
 import json
 import sys

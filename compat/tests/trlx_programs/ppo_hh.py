@@ -1,5 +1,5 @@
-"""Helpful answers: prompts as dicts whose other keys reach the reward, which is the gain over a given answer; turns of
-the other side end a response."""
+"""Helpful responses: the reward is the gain over a given response, passed as metadata of the prompt; turns of the user
+end a response."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Short ways to 'a' by PPO, without a KL penalty, from the weights of a config."""
+"""Shortest walks to 'a' by PPO without a KL penalty, from a config with new weights."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""PPO of adapters: the reference is the policy with its adapters off."""
+"""PPO with adapters; the reference is the policy without them."""
 
 import json
 import sys

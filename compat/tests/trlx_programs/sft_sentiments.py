@@ -1,4 +1,4 @@
-"""SFT on good reviews, and on dialogues; the model is saved by hand."""
+"""SFT on good reviews and on dialogues, with an explicit save of the model."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Walks on a ring of letters, whose goal is 'a': what the randomwalks programs share."""
+"""Walks on a ring of letters to the goal 'a', for the randomwalks programs."""
 
 NODES = 'abcdef'
 
@@ -8,7 +8,7 @@ def step_is_edge(here, there):
 
 
 def generate_walks():
-    """(metric function, start letters, walks)."""
+    """Returns (metric function, start letters, walks)."""
     walks = []
     for start in NODES[1:]:
         for direction in (1, -1):

@@ -1,4 +1,4 @@
-"""PPO as coati 0.3 has it: loaders for `fit`, models moved to bf16, LoRA's manager, weights and optimizer saved."""
+"""PPO as in coati 0.3: loaders for `fit`, models moved to bf16, LoRA's manager, weights and optimizer saved."""
 
 import argparse
 

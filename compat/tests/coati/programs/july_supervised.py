@@ -1,4 +1,4 @@
-"""SFT and a reward model as coati 0.3 trains them: a dict for `prepare`, a scheduler, loaders for `fit`."""
+"""SFT and a reward model as in coati 0.3: a dict for `prepare`, a scheduler, loaders for `fit`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A benchmark: OPT with adapters, sizes counted, throughput printed by the evaluator."""
+"""A benchmark of OPT with adapters that counts parameters and prints throughput."""
 
 import argparse
 from copy import deepcopy

@@ -1,5 +1,5 @@
-"""Random prompts as in February 2023: models that no strategy has prepared, functions for the cache, a reward from the
-critic's own copy."""
+"""PPO on random prompts as in February 2023: models that no strategy has prepared, functions for the cache, and a copy
+of the critic as the reward model."""
 
 import argparse
 from copy import deepcopy

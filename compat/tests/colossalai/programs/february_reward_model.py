@@ -1,4 +1,4 @@
-"""A reward model as in February 2023: no loss, `RewardDataset`, `fit(use_lora=...)`, arguments in their order."""
+"""A reward model as in February 2023: no loss, `RewardDataset`, `fit(use_lora=...)`, positional arguments."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Text from a checkpoint of `strategy.save_model`: into `actor.model`, then `actor.generate`."""
+"""Generates with `actor.generate` from a checkpoint of `strategy.save_model`, loaded into `actor.model`."""
 
 import argparse
 

@@ -1,5 +1,5 @@
-"""Prompts from a csv as in March 2023: pandas, a tokenize function that pads and moves to the device, checkpoints by
-episode, HybridAdam imported whatever the strategy."""
+"""PPO on prompts of a csv file as in March 2023: pandas, a tokenize function that pads and moves to the device,
+checkpoints by episode, HybridAdam imported for every strategy."""
 
 import argparse
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""A reward model as in March 2023: rm-static rows, or dialogues as hh-rlhf has them; log-sigmoid or log-exp."""
+"""A reward model as in March 2023: rows of rm-static or dialogues of hh-rlhf; log-sigmoid or log-exp."""
 
 import argparse
 import json

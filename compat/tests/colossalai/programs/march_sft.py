@@ -1,4 +1,4 @@
-"""Instructions as in March 2023: Alpaca's JSON through a torch DataLoader, colossalai's logger."""
+"""SFT as in March 2023: Alpaca's JSON through a torch DataLoader, colossalai's logger."""
 
 import argparse
 

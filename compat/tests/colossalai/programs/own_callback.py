@@ -1,4 +1,4 @@
-"""A callback of the user's own with hooks as they were, and settings of the trainer without their names."""
+"""A callback with ColossalAI's hooks, and positional settings of the trainer."""
 
 import sys
 from copy import deepcopy

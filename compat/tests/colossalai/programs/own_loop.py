@@ -1,4 +1,4 @@
-"""A training step of the user's own, from the losses and `utils` alone."""
+"""A training step written with the losses and `utils` only."""
 
 import torch
 from chatgpt.models.loss import GPTLMLoss, PolicyLoss, PPOPtxActorLoss, ValueLoss

@@ -1,4 +1,4 @@
-"""The calls of the usage section of its page, in their order; what its three dots leave open is small."""
+"""The calls of the usage section of its page in order, with small values for its ellipses."""
 
 from copy import deepcopy
 
