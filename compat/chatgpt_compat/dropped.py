@@ -267,8 +267,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name in ARGUMENTS:
         owner_name, _, attribute = name.rpartition('.')
         owner: Any = _resolve(owner_name)
-        value = vars(owner).get(attribute) or getattr(owner, attribute)
-        if isinstance(value, type):
+        value: Any = vars(owner).get(attribute) or getattr(owner, attribute)
+        if inspect.isclass(value):
             yield value, '__init__', _renamed(name, inspect.getattr_static(value, '__init__'))
         elif isinstance(value, classmethod):
             yield owner, attribute, classmethod(_renamed(name, value.__func__))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,15 @@ def _targets(given: Any, model: Any) -> Any:
     """Returns names of layers; None, PEFT's 'all-linear', stands for every linear layer of the blocks."""
     if given == 'all-linear':
         return None
+    if given and not isinstance(given, str):
+        layers = [name for name, _ in model.named_modules()]
+        there = [t for t in sorted(given) if any(name == t or name.endswith(f'.{t}') for name in layers)]
+        if there and len(there) < len(given):
+            names = ', '.join(sorted(set(given) - set(there)))
+            warnings.warn(f'peft_config: target_modules {names} match no layer of this model', stacklevel=3)
+        return there or sorted(given)
     if given:
-        return given if isinstance(given, str) else sorted(given)
+        return given
     try:
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known
     except ImportError:

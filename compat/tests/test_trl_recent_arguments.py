@@ -558,3 +558,12 @@ def test_a_peft_model_is_merged_for_dpo() -> None:
         torch.testing.assert_close(found(ids).logits, with_adapter, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(plain, with_adapter)
     assert not any('lora' in name for name, _ in found.named_parameters())
+
+
+def test_targets_that_a_model_lacks_are_left_out() -> None:
+    """PEFT takes a list of which some match; of a list of which none does the error names the layers."""
+    model = tiny_causal_lm('gpt2')
+    with pytest.warns(UserWarning, match='target_modules never_there match no layer'):
+        found = lora_arguments({'r': 2, 'target_modules': ['c_attn', 'never_there']}, model)
+    assert found['lora_options']['targets'] == ['c_attn']
+    assert lora_arguments({'target_modules': ['never_there']}, model)['lora_options']['targets'] == ['never_there']

@@ -102,6 +102,7 @@ INSTEAD: dict[str, str] = {
     'GRPOConfig': f'chatgpt.trainer.PPOConfig with {_GRPO}',
     'RLOOConfig': f'chatgpt.trainer.PPOConfig with {_RLOO}',
     **dict.fromkeys(('RLOOTrainer', 'RLOOv2Trainer'), f'chatgpt.trainer.PPOTrainer with {_RLOO}'),
+    **dict.fromkeys(('trainer.rloo_trainer', 'trainer.rloo_config'), f'chatgpt.trainer.PPOTrainer with {_RLOO}'),
     'KTOTrainer': 'chatgpt.trainer.KTOTrainer, or python -m chatgpt kto',
     'KTOConfig': 'chatgpt.trainer.KTOConfig, or python -m chatgpt kto',
     'ORPOTrainer': 'chatgpt.trainer.ORPOTrainer, or python -m chatgpt orpo',
