@@ -67,7 +67,7 @@ def real_model() -> Iterator[Quote]:
     records = [r for r in read('benchmarks/results/real_model.json').values() if r['task'] == 'additions']
     records.sort(key=lambda record: record['seed'])
     runs = {run: [row for r in records for row in r['rows'] if row['run'] == run] for run in ('as it is', 'sft', 'ppo')}
-    words = '{:.1f} % of held-out answers right as it is, {:.1f} % after SFT, {:.1f} % after eight phases of PPO'
+    words = '{:.1f} % of held-out answers right before training, {:.1f} % after SFT, {:.1f} % after eight phases of PPO'
     yield 'README.md', words, [100 * statistics.mean(row['score'] for row in rows) for rows in runs.values()]
 
     page = 'docs/first_hour.md'
