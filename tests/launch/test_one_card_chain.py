@@ -18,8 +18,8 @@ from chatgpt.testing.tiny import tiny_sequences
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {
-    'texts.jsonl': [{'prompt': 'one day', 'completion': ' a fox'}, {'prompt': 'the', 'completion': ' kind cat'}],
-    'pairs.jsonl': [{'prompt': 'one day', 'chosen': ' a fox', 'rejected': ' a dog'}],
+    'stories.jsonl': [{'prompt': 'one day', 'completion': ' a fox'}, {'prompt': 'the', 'completion': ' kind cat'}],
+    'preferences.jsonl': [{'prompt': 'one day', 'chosen': ' a fox', 'rejected': ' a dog'}],
     'prompts.jsonl': [{'prompt': t} for t in ('one day', 'the', 'a cat', 'tom')],
 }
 SMALL = {
