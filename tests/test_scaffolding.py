@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -132,3 +133,18 @@ def test_without_a_gpu_it_is_the_cpu_build_where_its_index_answers(script, monke
     assert choose(None, 0, 'Darwin')[0] is None
     assert script['answers']('http://127.0.0.1:9') is False
     assert choose('https://host/whl', 4, 'Linux') == ('https://host/whl', 'from https://host/whl, as TORCH_INDEX says')
+
+
+def test_every_mutant_has_its_statement():
+    """A renamed function or a changed statement leaves a mutant 'gone', which `try` does not count as an error."""
+    planted = runpy.run_path(str(ROOT / 'tests' / 'mutants' / 'run.py'))['planted']
+    mutants = json.loads((ROOT / 'tests' / 'mutants' / 'mutants.json').read_text())
+    assert mutants and [m['function'] for m in mutants if planted(ROOT, m) is None] == []
+    assert planted(ROOT, mutants[0] | {'function': 'no_such_function'}) is None
+
+
+def test_every_page_that_the_packages_name_exists():
+    paths = [*(ROOT / 'chatgpt').rglob('*.py'), *(ROOT / 'compat').rglob('*.py'), *(ROOT / 'examples').rglob('*.py')]
+    named = {(path.name, page) for path in paths for page in re.findall(r'\bdocs/[\w/+-]+\.md', path.read_text())}
+    assert len(named) > 20
+    assert [(name, page) for name, page in sorted(named) if not (ROOT / page).is_file()] == []

@@ -58,7 +58,7 @@ INSTEAD: dict[str, str] = {
     'experience_buffer': colossalai.INSTEAD['replay_buffer'],
     'models.lora': 'lora_rank= of any actor, critic or reward model; chatgpt.nn.lora for more',
     'models.utils.calc_action_log_probs': 'chatgpt.functional.logprobs, on flat tensors',
-    'ray': 'chatgpt-rlhf ppo --engine ray (docs/rollout.md): workers on Ray that generate, in a run of this library',
+    'ray': 'chatgpt-rlhf ppo --engine ray (docs/workers.md): workers on Ray that generate, in a run of this library',
     'dataset.conversation': 'transformers: the chat template of a tokenizer',
 }
 """a name or module that is not served → what to write instead"""
