@@ -72,8 +72,8 @@ def main() -> None:
     print(f'{len(rows) - cut} pairs to learn from, {cut} held out')
     held_out, pairs = task.write('pairs_held_out.jsonl', rows[:cut]), task.write('pairs.jsonl', rows[cut:])
     words = ['--validation_file', held_out]
-    reward = task.learn('reward_model', 'reward-model', pairs, *words, '--max_epochs=1', metric='accuracy')
-    models = {'as it is': task.start, 'dpo': task.learn('dpo', 'dpo', pairs, *words, metric='accuracy')}
+    reward = task.learn('reward_model', 'reward-model', pairs, *words, '--max_epochs=1', metric='rm/val_accuracy')
+    models = {'as it is': task.start, 'dpo': task.learn('dpo', 'dpo', pairs, *words, metric='dpo/val_accuracy')}
     asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut]])
     scored = ['--reward_model', reward, *RESPONSES]
     if not args.no_ppo:

@@ -70,17 +70,21 @@ class Task:
         command('evaluate', model, prompts, *words, '--output', self.path(f'answers_{name}.jsonl'))
         return [json.loads(line) for line in (self.out / f'answers_{name}.jsonl').read_text().splitlines()]
 
-    def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = 'score_mean') -> str:
-        """Trains a run, adds its held-out `eval/<metric>` to the table, and returns the folder of its model. A complete
-        run is not repeated."""
+    def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = '') -> str:
+        """Makes one run. Its held-out `metric` (default: `eval/score_mean`) becomes a row of the table. Returns the
+        folder of the model. A run that has ended in this folder is not repeated."""
         folder, found = self.out / run, self.out / run / 'used.json'
         if not found.is_file():
             place = ['--save_path', str(folder), f'--seed={self.seed}', '--checkpoint_minutes=0']
             used = command(method, data, '--pretrain', start or self.start, *place, *words)
             found.write_text(json.dumps(used))
         evaluated, phases = RunFolder(folder).eval, RunFolder(folder).metrics
-        scores = [(e['step'], e[f'eval/{metric}']) for e in evaluated]
-        row = {'run': run, 'before': scores[0][1], 'score': scores[-1][1]} if scores else {'run': run}
+        metric = metric or 'eval/score_mean'
+        scores = [(row['step'], row[metric]) for row in (*evaluated, *phases) if metric in row]
+        row: dict[str, Any] = {'run': run}
+        if scores:
+            row |= {'before': scores[0][1]} if scores[0][0] == 0 else {}
+            row['score'] = scores[-1][1]
         columns = {'kl': ('rollout/kl_mean', phases), 'length': ('eval/length_mean', evaluated)}
         row |= {key: rows[-1][name] for key, (name, rows) in columns.items() if rows and name in rows[-1]}
         self.rows.append(row | json.loads(found.read_text()))

@@ -46,7 +46,7 @@ def main() -> None:
     other = task.write('other_reviews.jsonl', rows[NUM_REVIEWS : NUM_REVIEWS + NUM_HELD_OUT])
     held_out, data = task.write('held_out.jsonl', prompts[:100]), task.write('prompts.jsonl', prompts[100:])
     words = ['--validation_file', other, '--max_epochs=1', *plain]
-    reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='accuracy')
+    reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='rm/val_accuracy')
     scored = ['--reward_model', reward, '--max_new_tokens=24', *plain]
     for name in args.runs:
         method, own = METHODS[name]

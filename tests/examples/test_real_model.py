@@ -158,7 +158,7 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     words = write_rows(tmp_path / 'reviews.jsonl', reviews), '--pretrain', tiny_chat_model(tmp_path / 'start')
     found = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
     assert [row['run'] for row in found['rows']] == ['reward_model', 'ppo', 'grpo']
-    assert 0 <= found['rows'][0]['score'] <= 1 and all('before' in row for row in found['rows'])
+    assert 0 <= found['rows'][0]['score'] <= 1 and all({'before', 'kl'} <= row.keys() for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
     # a complete run is not repeated
     monkeypatch.setattr(sys.modules['runs'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
@@ -181,6 +181,7 @@ def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
         preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', tiny_chat_model(tmp_path / 'start')
     )
     assert [row['run'] for row in found['rows']] == ['reward_model', 'dpo', 'ppo']
+    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2]) and 'before' in found['rows'][2]
     assert set(found['samples'][0]) == {'prompt', 'as it is', 'dpo', 'ppo'} and found['samples'][0]['prompt'] == 'what'
     used = [json.loads(line) for file in ('pairs', 'pairs_held_out') for line in open(tmp_path / f'out/{file}.jsonl')]
     assert len(used) == 30
