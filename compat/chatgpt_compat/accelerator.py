@@ -161,9 +161,8 @@ def without_gpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from transformers import Pipeline, PreTrainedModel, TrainingArguments
+    from transformers import Pipeline, PreTrainedModel
 
-    start = TrainingArguments.__post_init__
     to, load, pipeline = nn.Module.to, torch.load, Pipeline.__init__
     from_pretrained = vars(PreTrainedModel)['from_pretrained'].__func__
 
@@ -180,12 +179,7 @@ def without_gpu() -> Iterator[None]:
     def pipeline_on_cpu(self: Pipeline, *args: Any, **kwargs: Any) -> None:
         pipeline(self, *args, **_moved(kwargs))
 
-    def arguments_on_cpu(self: TrainingArguments) -> None:
-        self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval  # an error without a GPU otherwise
-        start(self)
-
     instead: list[tuple[Any, str, Any]] = [
-        (TrainingArguments, '__post_init__', arguments_on_cpu),
         *((torch.cuda, name, lambda *args, **kwargs: None) for name in NO_OPERATION),
         *((torch.cuda, name, lambda *args, **kwargs: 0) for name in ZERO),
         (torch.cuda, 'device', nullcontext),

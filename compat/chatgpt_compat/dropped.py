@@ -24,6 +24,8 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 _AUXILIARY = ('transformers', 'peft', 'datasets', 'accelerate', 'chatgpt', 'chatgpt_compat', 'torch', 'trl')
 """packages that call one another by the current names"""
 used: dict[str, str] = {}
@@ -211,8 +213,9 @@ def _from_program() -> bool:
     return frame.f_globals.get('__name__', '').partition('.')[0] not in _AUXILIARY
 
 
-def prepare(module: ModuleType) -> None:
-    """Makes the table's names of an imported module available as its attributes."""
+def prepare(module: ModuleType, update: Callable[[], None] = lambda: None) -> None:
+    """Makes the table's names of an imported module available as its attributes. update: called after a lazy module has
+    loaded one of its own."""
     if '_dropped' in vars(module):
         return
     inner = {name.rpartition('.')[2] for name in NAMES if name.rpartition('.')[0] == module.__name__}
@@ -230,15 +233,19 @@ def prepare(module: ModuleType) -> None:
             return row.get()
         if own is not None:
             return own(name)
-        raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')  # a lazy module class catches it
+        if lazy is None or name.startswith('__'):
+            raise AttributeError(f'module {module.__name__!r} has no attribute {name!r}')
+        found = lazy(name)
+        update()
+        return found
 
     vars(module).update(_dropped=own, __getattr__=find)
 
 
-def _prepare_all() -> None:
+def _prepare_all(update: Callable[[], None]) -> None:
     for name in _MODULES:
         if (module := sys.modules.get(name)) is not None:
-            prepare(module)
+            prepare(module, update)
 
 
 _MODULES = {name.rpartition('.')[0] for name in NAMES}
@@ -260,12 +267,12 @@ def _renamed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _patches() -> Iterator[tuple[Any, str, Any]]:
-    """Yields (owner, attribute, value) for each attribute of a class or module that is replaced."""
-    from transformers import PreTrainedTokenizerBase, TextClassificationPipeline, Trainer, TrainingArguments
-
+def _argument_patches(trainer: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yields (owner, attribute, value) for each row of `ARGUMENTS`, either of transformers' trainer or all others."""
     for name in ARGUMENTS:
         owner_name, _, attribute = name.rpartition('.')
+        if trainer != (attribute in ('Trainer', 'TrainingArguments')):
+            continue
         owner: Any = _resolve(owner_name)
         value: Any = vars(owner).get(attribute) or getattr(owner, attribute)
         if inspect.isclass(value):
@@ -274,6 +281,13 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             yield owner, attribute, classmethod(_renamed(name, value.__func__))
         else:
             yield owner, attribute, _renamed(name, value)
+
+
+def _patches() -> Iterator[tuple[Any, str, Any]]:
+    """Yields (owner, attribute, value) for each attribute that is replaced, without those of transformers' trainer."""
+    from transformers import PreTrainedTokenizerBase, TextClassificationPipeline
+
+    yield from _argument_patches(trainer=False)
 
     def encode(self: Any, *args: Any, **kwargs: Any) -> Any:
         note(f'{_TOKENIZERS}.encode_plus', METHODS[f'{_TOKENIZERS}.encode_plus'])
@@ -305,12 +319,27 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             after |= {'top_k': None if return_all_scores else 1, '_legacy': True}
         return before, forward, after
 
+    yield PreTrainedTokenizerBase, 'apply_chat_template', template
+    yield TextClassificationPipeline, '_sanitize_parameters', parameters
+    for attribute, function in (('encode_plus', encode), ('batch_encode_plus', batch_encode)):
+        if not hasattr(PreTrainedTokenizerBase, attribute):
+            yield PreTrainedTokenizerBase, attribute, function
+
+
+def _trainer_patches() -> Iterator[tuple[Any, str, Any]]:
+    """As `_patches`, of transformers' trainer, which takes seconds to import."""
+    from transformers import Trainer, TrainingArguments
+
+    yield from _argument_patches(trainer=True)
+
     start = TrainingArguments.__post_init__
 
     def post_init(self: Any) -> None:
         if self.optim == 'adamw_hf':
             note("transformers.TrainingArguments(optim='adamw_hf')", "dropped by transformers 5; 'adamw_torch'")
             self.optim = 'adamw_torch'
+        if not torch.cuda.is_available():  # 16 bits are an error then, unless on a CPU
+            self.use_cpu = self.use_cpu or self.bf16 or self.bf16_full_eval
         start(self)
 
     trainer = Trainer.__init__
@@ -327,13 +356,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             self.compute_loss = compute
         trainer(self, *args, **kwargs)
 
-    yield PreTrainedTokenizerBase, 'apply_chat_template', template
-    yield TextClassificationPipeline, '_sanitize_parameters', parameters
     yield TrainingArguments, '__post_init__', post_init
     yield Trainer, '__init__', init
-    for attribute, function in (('encode_plus', encode), ('batch_encode_plus', batch_encode)):
-        if not hasattr(PreTrainedTokenizerBase, attribute):
-            yield PreTrainedTokenizerBase, attribute, function
 
 
 _TOKENIZERS = 'transformers.PreTrainedTokenizerBase'
@@ -351,6 +375,12 @@ def _resolve(name: str) -> Any:
     raise ImportError(f'no module {parts[0]}')
 
 
+def _is_loaded(name: str) -> bool:
+    """Returns True if a package has been imported to its end."""
+    spec = getattr(sys.modules.get(name), '__spec__', None)
+    return spec is not None and not getattr(spec, '_initializing', False)
+
+
 @contextmanager
 def restore_dropped() -> Iterator[None]:
     """Makes the names and arguments of the tables available inside the block, and restores the packages at the end."""
@@ -358,17 +388,28 @@ def restore_dropped() -> Iterator[None]:
     finder = _Modules()
     sys.meta_path.append(finder)
     with ExitStack() as stack:
-        for owner, attribute, value in _patches():
-            stack.enter_context(patch.object(owner, attribute, value, create=True))
         original = builtins.__import__
+        waiting = [
+            (('transformers', 'datasets'), _patches),
+            (('transformers.trainer', 'transformers.training_args'), _trainer_patches),
+        ]
+
+        def update() -> None:
+            for modules, patches in [row for row in waiting if any(map(_is_loaded, row[0]))]:
+                if (modules, patches) not in waiting:  # the patches of the row before have imported
+                    continue
+                waiting.remove((modules, patches))
+                for owner, attribute, value in patches():
+                    stack.enter_context(patch.object(owner, attribute, value, create=True))
+            _prepare_all(update)
 
         def import_(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            _prepare_all()
+            update()
             return found
 
         stack.enter_context(patch.object(builtins, '__import__', import_))
-        _prepare_all()
+        update()
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from runs import Task, task_parser
+from tasks import Task, task_parser
 
 from chatgpt.launch.arguments import run_main
 

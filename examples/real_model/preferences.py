@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runs import Task, task_parser
+from tasks import Task, task_parser
 from transformers import AutoTokenizer
 
 from chatgpt.data import load_examples

@@ -14,7 +14,7 @@ import json
 import random
 from pathlib import Path
 
-from runs import Task, task_parser
+from tasks import Task, task_parser
 
 from chatgpt.launch.arguments import run_main
 

@@ -16,7 +16,7 @@ PLACE = Path(__file__).parents[2] / 'examples' / 'real_model'
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(PLACE))
     yield
-    for name in ('model', 'runs', 'additions', 'sentiment', 'preferences'):
+    for name in ('model', 'tasks', 'additions', 'sentiment', 'preferences'):
         sys.modules.pop(name, None)
 
 
@@ -161,8 +161,8 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     assert 0 <= found['rows'][0]['score'] <= 1 and all({'before', 'kl'} <= row.keys() for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
     # a complete run is not repeated
-    monkeypatch.setattr(sys.modules['runs'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
-    monkeypatch.setattr('runs.command', lambda *words: pytest.fail(str(words)))
+    monkeypatch.setattr(sys.modules['tasks'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
+    monkeypatch.setattr('tasks.command', lambda *words: pytest.fail(str(words)))
     again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
     assert again['rows'] == found['rows'] and again['curves'] == found['curves']
 
