@@ -237,7 +237,7 @@ def to_yaml(run: Run) -> str:
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """Writes `config.yaml`, every setting, and `said.yaml`, the settings given in this or an earlier start."""
+    """Writes `config.yaml`, every setting, and `given.yaml`, the settings given in this or an earlier start."""
     import yaml
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,8 @@ def write_resolved(run: Run, folder: str | Path) -> None:
 
 # ---------------------------------------------------------------------- resuming
 
-GIVEN_FILE = 'said.yaml'
+GIVEN_FILE, FORMER_GIVEN_FILE = 'given.yaml', 'said.yaml'
+"""the second is read in folders of runs that have not written the first"""
 START_SETTINGS = ('resume', 'save_path', 'plan', 'strategy')
 """settings of one start only, which a resume does not take over"""
 
@@ -265,7 +266,8 @@ def given_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
     else:  # a run's folder, its checkpoints, or one of them
         folder = Path(values['resume']).absolute()
         places = [folder, folder.parent, folder.parent.parent]
-    found = next((place / GIVEN_FILE for place in places if (place / GIVEN_FILE).is_file()), None)
+    files = (place / name for place in places for name in (GIVEN_FILE, FORMER_GIVEN_FILE))
+    found = next((file for file in files if file.is_file()), None)
     if found is None:
         return {}
     known = set(cls.field_names()) - set(START_SETTINGS)

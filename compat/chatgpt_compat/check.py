@@ -15,7 +15,7 @@ import sys
 import textwrap
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -105,21 +105,27 @@ def _use(line: int, dotted: str, keywords: tuple[tuple[int, str], ...] = ()) -> 
 
 def _through_aliases(tree: ast.Module, aliases: dict[str, str]) -> Iterator[Use]:
     """Yields chains of attributes that begin with an imported module, and calls of imported names."""
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Name, ast.Attribute)) or id(node) in inner:
-            continue
-        chain = _chain(node)
-        if chain is None or chain[0] not in aliases:
-            continue
+    for node, chain, call in _chains(tree, aliases):
         dotted = '.'.join((aliases[chain[0]], *chain[1:]))
         use = _use(node.lineno, dotted)
-        call = called.get(id(node))
         if call is not None and use.full == dotted:
             use = _use(node.lineno, dotted, tuple((k.value.lineno, k.arg) for k in call.keywords if k.arg))
         if use.keywords or (len(chain) > 1 and use.system.has_module(aliases[chain[0]].partition('.')[2])):
             yield use
+
+
+def _chains(
+    tree: ast.Module, names: Container[str]
+) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...], ast.Call | None]]:
+    """Yields each whole chain `name.attribute...` that begins with one of `names`: its node, its parts, and the call of
+    it, if any."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    called = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner:
+            chain = _chain(node)
+            if chain is not None and chain[0] in names:
+                yield node, chain, called.get(id(node))
 
 
 def _chain(node: ast.expr) -> tuple[str, ...] | None:
@@ -332,14 +338,7 @@ def _attributes(tree: ast.Module, objects: dict[str, tuple[str, Any]]) -> Iterat
     """Yields missing attributes of modules, and keywords that a call does not take."""
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     stored |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    inner = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-    called = {id(n.func): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Name, ast.Attribute)) or id(node) in inner:
-            continue
-        chain = _chain(node)
-        if chain is None or chain[0] not in objects or chain[0] in stored:
-            continue
+    for node, chain, call in _chains(tree, objects.keys() - stored):
         name, found = objects[chain[0]]
         for part in chain[1:]:
             full = f'{name}.{part}'
@@ -355,7 +354,7 @@ def _attributes(tree: ast.Module, objects: dict[str, tuple[str, Any]]) -> Iterat
             name = full
             if found is None:
                 break
-        if found is not None and (call := called.get(id(node))) is not None:
+        if found is not None and call is not None:
             yield from _foreign_keywords(name, found, call)
 
 

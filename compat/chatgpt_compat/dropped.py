@@ -389,17 +389,15 @@ def restore_dropped() -> Iterator[None]:
     sys.meta_path.append(finder)
     with ExitStack() as stack:
         original = builtins.__import__
-        waiting = [
+        waiting = [  # modules, and what is patched once one of them has been imported
             (('transformers', 'datasets'), _patches),
             (('transformers.trainer', 'transformers.training_args'), _trainer_patches),
         ]
 
         def update() -> None:
-            for modules, patches in [row for row in waiting if any(map(_is_loaded, row[0]))]:
-                if (modules, patches) not in waiting:  # the patches of the row before have imported
-                    continue
-                waiting.remove((modules, patches))
-                for owner, attribute, value in patches():
+            while row := next((row for row in waiting if any(map(_is_loaded, row[0]))), None):
+                waiting.remove(row)  # first, since patches import, which calls this again
+                for owner, attribute, value in row[1]():
                     stack.enter_context(patch.object(owner, attribute, value, create=True))
             _prepare_all(update)
 

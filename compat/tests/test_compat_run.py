@@ -304,6 +304,14 @@ def test_mistakes_and_interrupts_give_one_line(tmp_path, program):
     assert re.fullmatch(r'error: the following arguments are required: script \(.*\)\n', err)
 
 
+@pytest.mark.system
+def test_a_script_without_a_trainer_does_not_import_that_of_transformers(tmp_path):
+    script = tmp_path / 'light.py'
+    script.write_text('import sys\nprint("transformers.trainer" in sys.modules, "peft" in sys.modules)\n')
+    out, _ = command('chatgpt_compat', 'run', str(script)).communicate()
+    assert out == 'False False\n'
+
+
 # ---------------------------------------------------------------------- the real tables of TRL and trlX
 
 REAL = """

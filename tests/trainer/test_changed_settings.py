@@ -93,6 +93,7 @@ def test_the_latest_value_of_a_flag_holds_in_later_resumes(tmp_path, capsys):
     run = start(tmp_path, '--resume', 'auto')
     assert (run.lr, run.max_epochs, run.weight_decay, run.seed) == (2e-4, 3, 0.1, SFTRun().seed)
     assert 'settings kept from the run so far: lr 0.0002, max_epochs 3, weight_decay 0.1\n' in capsys.readouterr().out
+    (tmp_path / 'given.yaml').rename(tmp_path / 'said.yaml')  # its former name
     run = start(tmp_path / 'other', '--resume', str(tmp_path / 'checkpoints' / 'step-00000001'), '--max_epochs', '4')
     assert (run.lr, run.max_epochs, run.save_path) == (2e-4, 4, str(tmp_path / 'other'))
 

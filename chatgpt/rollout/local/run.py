@@ -76,6 +76,7 @@ class LocalRun:
                 capture=not no_graph,
                 windows=self.windows,
             )
+        self.prompt_ids = [tuple(p.ids.tolist()) for p in prompts]
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
         self.idle_slot = 0  # slot in which idle rows of a fixed shape write
@@ -109,7 +110,7 @@ class LocalRun:
     def _shared_prefix(self) -> tuple[int, ...]:
         """Returns the longest common prefix of all prompts, without the last token of the shortest, or () if computing
         it once saves little or is not possible."""
-        prompts = {tuple(p.ids.tolist()) for p in self.prompts}
+        prompts = set(self.prompt_ids)
         first, last = min(prompts), max(prompts)  # their common prefix is that of all
         shortest = min(map(len, prompts)) - 1
         length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), shortest)
@@ -146,7 +147,7 @@ class LocalRun:
         all prompts share are computed once."""
         samples_by_ids: dict[tuple[int, ...], list[int]] = {}
         for sample in samples:
-            samples_by_ids.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
+            samples_by_ids.setdefault(self.prompt_ids[sample], []).append(sample)
         distinct, prefix = list(samples_by_ids), self.prefix
         lengths = [len(ids) - len(prefix) for ids in distinct]
         for chunk in cut_by_tokens(lengths, self.engine.max_prefill_tokens):

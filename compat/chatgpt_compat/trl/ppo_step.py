@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from chatgpt.types import Experience, Sample
 from chatgpt_compat.accelerator import Accelerator
 from chatgpt_compat.statistics import Measured, Recorder, of_step, std
 from chatgpt_compat.trl.config import PPOConfig
-from chatgpt_compat.trl.core import masked_whiten, set_seed
+from chatgpt_compat.trl.core import generate_to_end, masked_whiten, set_seed
 from chatgpt_compat.trl.models import PreTrainedModelWrapper, create_reference_model, upload
 from chatgpt_compat.trl.training import launched
 
@@ -299,45 +299,22 @@ class ClassicPPOTrainer:
             found = [torch.cat([start, r]) for r in found]
         elif return_prompt:
             found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
-        theirs = found[0][None] if single else found
+        result = found[0][None] if single else found
         if not generate_ref_response:
-            return theirs
-        asked = [
-            generation_kwargs | ({'max_new_tokens': drawn[start // batch_size]} if drawn else {})
-            for start in range(0, len(queries), batch_size)
-        ]
-        starts = range(0, len(queries), batch_size)
-        parts = [self._of_reference(queries[i : i + batch_size], more) for i, more in zip(starts, asked, strict=True)]
-        reference = [response for part in parts for response in part]
-        if return_prompt and not self.is_encoder_decoder:
-            reference = [torch.cat([q.to(r), r]) for q, r in zip(given, reference, strict=True)]
-        return theirs, reference[0][None] if single else reference
-
-    @torch.no_grad()
-    def _of_reference(self, queries: list[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
-        """Returns responses of the reference to a batch, each up to and including its end token."""
+            return result
         if self.ref_model is None:
             raise ValueError(
                 'generate_ref_response needs a ref_model: the reference of a model with adapters is not one'
             )
-        model: Any = getattr(self.ref_model, 'pretrained_model', self.ref_model)
-        longest, device = max(map(len, queries)), self.current_device
-        ids = torch.full((len(queries), longest), settings.get('pad_token_id') or 0, device=device)
-        mask = torch.zeros_like(ids)
-        for row, query in enumerate(queries):
-            at = slice(0, len(query)) if self.is_encoder_decoder else slice(longest - len(query), None)
-            ids[row, at], mask[row, at] = query.to(device), 1
-        was_training = model.training
-        out = model.eval().generate(ids, attention_mask=mask, **settings)
-        model.train(was_training)
-        end = settings.get('eos_token_id', model.generation_config.eos_token_id)
-        ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=device)
-        found = []
-        for row in out if self.is_encoder_decoder else out[:, longest:]:
-            where = torch.isin(row, ends).nonzero().reshape(-1)
-            where = where[where > 0] if self.is_encoder_decoder else where  # the start token may be an end token
-            found.append(row[: int(where[0]) + 1] if len(where) else row)
-        return found
+        model = getattr(self.ref_model, 'pretrained_model', self.ref_model)
+        reference: list[Tensor] = []
+        for i in range(0, len(queries), batch_size):
+            more = generation_kwargs | ({'max_new_tokens': drawn[i // batch_size]} if drawn else {})
+            batch = [q.to(self.current_device) for q in queries[i : i + batch_size]]
+            reference += generate_to_end(model, batch, more)
+        if return_prompt and not self.is_encoder_decoder:
+            reference = [torch.cat([q.to(r), r]) for q, r in zip(given, reference, strict=True)]
+        return result, reference[0][None] if single else reference
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Converts transformers' generation keywords to ours."""

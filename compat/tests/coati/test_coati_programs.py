@@ -9,35 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from chatgpt.nn import GPTActor
-from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.fakes import char_tokenizer
 from chatgpt_compat.check import check
 from chatgpt_compat.runner import run
 
 PROGRAMS = Path(__file__).parent / 'programs'
-
-
-@pytest.fixture(scope='module')
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('hub') / 'gpt2'
-    torch.manual_seed(0)
-    GPTActor(config=tiny_config('gpt2', positions=512)).save_pretrained(folder, tokenizer=char_tokenizer())
-    return folder
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Returns a function that runs a program in an empty folder and returns its output."""
-    monkeypatch.chdir(tmp_path)
-
-    def runs(path: Path, *arguments: object) -> str:
-        capsys.readouterr()
-        code = run(str(path), [str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert code == 0, err
-        return out
-
-    return runs
 
 
 def rows(path: Path) -> Path:
@@ -55,7 +31,7 @@ def test_check_is_green(path, capsys):
 @pytest.mark.parametrize('lora_rank', [0, 2])
 def test_ppo_with_loaders(program, gpt2, tmp_path, lora_rank):
     texts = rows(tmp_path / 'rows.json')
-    out = program(PROGRAMS / 'july_prompts.py', texts, texts, '--pretrain', gpt2, '--lora_rank', lora_rank)
+    out = program('july_prompts', texts, texts, '--pretrain', gpt2, '--lora_rank', lora_rank)
     # 2 episodes of 2 batches of 2 prompts, learned 3 times in train batches of 2: 2 x 3 x 2 steps
     prompt = char_tokenizer()('say 0')['input_ids']
     assert out.splitlines()[-1] == f'phases 2 updates 12 prompts {prompt}'
@@ -69,7 +45,7 @@ def test_ppo_with_loaders(program, gpt2, tmp_path, lora_rank):
 
 
 def test_sft_and_reward_model_with_loaders(program, gpt2, tmp_path):
-    out = program(PROGRAMS / 'july_supervised.py', gpt2, rows(tmp_path / 'rows.json')).splitlines()
+    out = program('july_supervised', gpt2, rows(tmp_path / 'rows.json')).splitlines()
     # 8 rows in batches of 2, a step every 2 batches, 2 epochs; 6 pairs in batches of 2, 2 epochs
     assert [line for line in out if 'updates' in line] == ['sft updates 4', 'rm updates 6']
     assert 'generated 1' in out

@@ -18,40 +18,15 @@ import torch
 from chatgpt.batching import collate
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
-from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.testing.processes import free_port, run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt_compat import modules
 from chatgpt_compat.check import findings, read_script, uses
-from chatgpt_compat.runner import run
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = Path(__file__).parent / 'programs'
 SHORT = ['--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max_epochs=2']
-
-
-@pytest.fixture(scope='module')
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model, named as on the hub."""
-    folder = tmp_path_factory.mktemp('hub') / 'gpt2'
-    torch.manual_seed(0)
-    GPTActor(config=tiny_config('gpt2', positions=512)).save_pretrained(folder, tokenizer=char_tokenizer())
-    return folder
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Returns a function that runs a program in an empty folder and returns its output."""
-    monkeypatch.chdir(tmp_path)
-
-    def runs(name: str, *arguments: object) -> str:
-        capsys.readouterr()
-        code = run(str(PROGRAMS / f'{name}.py'), [str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        assert code == 0, err
-        return out
-
-    return runs
 
 
 def preferences(path: Path) -> Path:
