@@ -342,10 +342,23 @@ def test_names_of_trl_and_trlx_are_ours(folder, capsys):
         assert sentence in capsys.readouterr().err
 
 
+# torchrun stops the other process once one has failed.
+BOTH_PRINTED = """
+import os, sys, time
+from pathlib import Path
+
+sys.stdout.flush()
+folder = Path(__file__).parent
+(folder / f'printed-{os.environ["RANK"]}').touch()
+while len(list(folder.glob('printed-*'))) < 2:
+    time.sleep(0.05)
+"""
+
+
 @pytest.mark.system
 def test_the_real_tables_under_torchrun(tmp_path):
     path = tmp_path / 'script.py'
-    path.write_text(REAL + 'import sys\nsys.exit(len(sys.argv))\n')
+    path.write_text(REAL + BOTH_PRINTED + 'sys.exit(len(sys.argv))\n')
     env = os.environ | {'OMP_NUM_THREADS': '1'}
     command = [sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}']
     done = subprocess.run(
