@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.rollout.handshake import Handshake
+from chatgpt.rollout.hf import padded
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.types import Prompt
 
@@ -69,15 +70,12 @@ def questions(tokenizer: Any, lengths: str, rows: int) -> list[Prompt]:
 
 def rate(model: Any, prompts: list[Prompt], sampling: SamplingParams, seed: int) -> float:
     """Returns the tokens per CPU second of `generate`, without those after an end token."""
-    width, end = max(len(p.ids) for p in prompts), sampling.eos_token_ids
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[width - len(prompt.ids) :] = prompt.ids
-    mask = (torch.arange(width) >= width - torch.tensor([[len(p.ids)] for p in prompts])).long()
+    end = sampling.eos_token_ids
+    ids, mask = padded([p.ids for p in prompts], 0, on_left=True)
     settings = {'min_new_tokens': 0 if end else sampling.max_new_tokens, 'eos_token_id': list(end) or None}
     torch.manual_seed(seed)
     seconds, found = timed(lambda: generate(model, ids, sampling.max_new_tokens, mask=mask, **settings))
-    new = found[:, width:]
+    new = found[:, ids.shape[1] :]
     ended = torch.isin(new, torch.tensor(end)).cumsum(1) if end else torch.zeros_like(new)
     counted = (ended == 0).sum() + (ended[:, -1] > 0).sum()
     return float(counted) / seconds

@@ -247,7 +247,7 @@ class HFEngine(CheckedEngine):
         model = self._actor.model
         device = next(model.parameters()).device
         encodes = is_encoder_decoder(model)
-        input_ids, attention_mask = _padded([p.ids for p in prompts], _pad_token(model, sampling), on_left=not encodes)
+        input_ids, attention_mask = padded([p.ids for p in prompts], _pad_token(model, sampling), on_left=not encodes)
         width = 1 if encodes else input_ids.shape[1]  # tokens before the responses
         stop = None
         criteria = StoppingCriteriaList()
@@ -317,7 +317,7 @@ def _forward_mismatch(actor: Actor, lengths: Sequence[int], first: int | None = 
     width, encodes = max(lengths), is_encoder_decoder(model)
     prompts = [((torch.arange(width - n, width) + row * width) * 7919 + 13) % vocab for row, n in enumerate(lengths)]
     sampling = SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False)
-    ids, mask = (x.to(device) for x in _padded(prompts, _pad_token(model, sampling), on_left=not encodes))
+    ids, mask = (x.to(device) for x in padded(prompts, _pad_token(model, sampling), on_left=not encodes))
     config = _generation_config(sampling, CHECK_STEPS, model)
     config.output_logits, config.forced_bos_token_id = True, first
     try:
@@ -352,7 +352,7 @@ def _plain_states(actor: Actor, prompt: Tensor, response: Tensor) -> Tensor:
     return actor.trunk(ids, position_ids=positions)[0, len(prompt) - 1 : -1]
 
 
-def _padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple[Tensor, Tensor]:
+def padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple[Tensor, Tensor]:
     """Pads sequences of ids; returns ids and mask, (rows, width) int64."""
     width = max(len(ids) for ids in sequences)
     input_ids = torch.full((len(sequences), width), pad_id, dtype=torch.int64)

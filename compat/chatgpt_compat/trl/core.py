@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from chatgpt.functional.logprobs import entropy_of, logprobs_of
 from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.hf import padded
 from chatgpt.rollout.sampling import TokenSampler
 
 WANDB_PADDING = -1
@@ -63,19 +64,15 @@ def respond_to_batch(
 def generate_to_end(model: Any, queries: SequenceOf[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
     """Returns responses of a transformers model to queries (P,), by its `generate`, each up to and including its end
     token; of an encoder-decoder they begin with the start token. `settings` are keywords of `generate`."""
-    decoder_only, longest, device = not model.config.is_encoder_decoder, max(map(len, queries)), queries[0].device
-    ids = torch.full((len(queries), longest), settings.get('pad_token_id') or 0, device=device)
-    mask = torch.zeros_like(ids)
-    for row, query in enumerate(queries):
-        at = slice(longest - len(query), None) if decoder_only else slice(0, len(query))
-        ids[row, at], mask[row, at] = query, 1
+    decoder_only, device = not model.config.is_encoder_decoder, queries[0].device
+    ids, mask = (x.to(device) for x in padded(queries, settings.get('pad_token_id') or 0, on_left=decoder_only))
     was_training = model.training
     out = model.eval().generate(ids, attention_mask=mask, **settings)
     model.train(was_training)
     end = settings.get('eos_token_id', model.generation_config.eos_token_id)
     ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=device)
     found = []
-    for row in out[:, longest:] if decoder_only else out:
+    for row in out[:, ids.shape[1] :] if decoder_only else out:
         where = torch.isin(row, ends).nonzero().reshape(-1)
         where = where if decoder_only else where[where > 0]  # the start token may be an end token
         found.append(row[: int(where[0]) + 1] if len(where) else row)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from chatgpt.rollout.hf import padded
+
 REQUEST, CALL, RESPONSE, SUBMIT = '<request>', '<call>', '<response>', '<submit>'
 _CALL = re.compile(f'{REQUEST}<(.*?)>(.*?){CALL}', re.DOTALL)
 
@@ -154,19 +156,14 @@ class TextEnvironment:
         """Appends to each a generated segment, up to `<call>` or `<submit>`."""
         for start in range(0, len(histories), batch_size):
             batch = histories[start : start + batch_size]
-            longest = max(len(history.tokens) for history in batch)
-            pad = self.tokenizer.pad_token_id or 0
-            ids = torch.full((len(batch), longest), pad, device=batch[0].tokens.device)
-            mask = torch.zeros_like(ids)
-            for row, history in enumerate(batch):
-                ids[row, longest - len(history.tokens) :] = history.tokens
-                mask[row, longest - len(history.tokens) :] = 1
-            stop = StringStoppingCriteria([CALL, SUBMIT], self.tokenizer, longest)
+            tokens, pad = [history.tokens for history in batch], self.tokenizer.pad_token_id or 0
+            ids, mask = (x.to(tokens[0].device) for x in padded(tokens, pad, on_left=True))
+            stop = StringStoppingCriteria([CALL, SUBMIT], self.tokenizer, ids.shape[1])
             options = self.generation_kwargs | {'stopping_criteria': StoppingCriteriaList([stop])}
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
             for row, history in enumerate(batch):
-                tokens = out[row, longest:][: stop.lengths.get(row)]
-                history.append_segment(self.tokenizer.decode(tokens) or ' ', tokens, system=False)
+                new = out[row, ids.shape[1] :][: stop.lengths.get(row)]
+                history.append_segment(self.tokenizer.decode(new) or ' ', new, system=False)
         return histories
 
     def _ids(self, text: str) -> Tensor:
