@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from chatgpt.functional.logprobs import entropy_of, logprobs_of
 from chatgpt.rollout import SamplingParams
-from chatgpt.rollout.hf import padded
 from chatgpt.rollout.sampling import TokenSampler
 
 WANDB_PADDING = -1
@@ -60,17 +59,27 @@ def respond_to_batch(
     return ids[:, -txt_len:]
 
 
+def padded(sequences: SequenceOf[Tensor], pad_id: int, *, on_left: bool) -> tuple[Tensor, Tensor]:
+    """Pads sequences of ids; returns ids and attention mask, (rows, width) int64."""
+    side = 'left' if on_left else 'right'
+
+    def pad(rows: list[Tensor], value: int) -> Tensor:
+        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+
+    return pad(list(sequences), pad_id), pad([torch.ones_like(ids) for ids in sequences], 0)
+
+
 @torch.no_grad()
 def generate_to_end(model: Any, queries: SequenceOf[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
     """Returns responses of a transformers model to queries (P,), by its `generate`, each up to and including its end
     token; of an encoder-decoder they begin with the start token. `settings` are keywords of `generate`."""
-    decoder_only, device = not model.config.is_encoder_decoder, queries[0].device
-    ids, mask = (x.to(device) for x in padded(queries, settings.get('pad_token_id') or 0, on_left=decoder_only))
+    decoder_only = not model.config.is_encoder_decoder
+    ids, mask = padded(queries, settings.get('pad_token_id') or 0, on_left=decoder_only)
     was_training = model.training
     out = model.eval().generate(ids, attention_mask=mask, **settings)
     model.train(was_training)
     end = settings.get('eos_token_id', model.generation_config.eos_token_id)
-    ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=device)
+    ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=ids.device)
     found = []
     for row in out[:, ids.shape[1] :] if decoder_only else out:
         where = torch.isin(row, ends).nonzero().reshape(-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.rollout.hf import padded
+from chatgpt_compat.trl.core import padded
 
 REQUEST, CALL, RESPONSE, SUBMIT = '<request>', '<call>', '<response>', '<submit>'
 _CALL = re.compile(f'{REQUEST}<(.*?)>(.*?){CALL}', re.DOTALL)
@@ -156,8 +156,8 @@ class TextEnvironment:
         """Appends to each a generated segment, up to `<call>` or `<submit>`."""
         for start in range(0, len(histories), batch_size):
             batch = histories[start : start + batch_size]
-            tokens, pad = [history.tokens for history in batch], self.tokenizer.pad_token_id or 0
-            ids, mask = (x.to(tokens[0].device) for x in padded(tokens, pad, on_left=True))
+            tokens = [history.tokens for history in batch]
+            ids, mask = padded(tokens, self.tokenizer.pad_token_id or 0, on_left=True)
             stop = StringStoppingCriteria([CALL, SUBMIT], self.tokenizer, ids.shape[1])
             options = self.generation_kwargs | {'stopping_criteria': StoppingCriteriaList([stop])}
             out = self.model.generate(input_ids=ids, attention_mask=mask, **options)
