@@ -18,6 +18,10 @@ from chatgpt.types import Batch, PackedGroup, Packing, Sequence
 
 GROUP_RATIO = 0.75
 """a packed group's shortest sequence is at least this share of its longest"""
+MIN_PREFIX = 16
+"""shorter common prefixes are computed for each sequence"""
+MOST_COMPUTED = 7 / 8
+"""share of tokens above which computing equal prefixes once is not worth the copies for attention"""
 
 
 def collate(
@@ -36,7 +40,7 @@ def collate(
     terms by a mask or a weight is then 0.
 
     Args:
-        pack: also set `Batch.packing`, if the batch has padding.
+        pack: also set `Batch.packing`, if the batch has padding or sequences that begin alike.
         columns: see `Batch.columns`.
         totals: see `Batch.totals`.
 
@@ -77,7 +81,7 @@ def collate(
         action_rows=torch.cat(action_rows),
         last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]),
         sequence_mask=sequence_mask,
-        packing=packing_of(lengths, width) if pack else None,
+        packing=packing_of(lengths, width, _equal_states(sequences)) if pack else None,
         columns=columns,
         totals=dict(totals or {}),
     )
@@ -118,10 +122,38 @@ def token_columns(records: SequenceOf[Any], names: Iterable[str]) -> dict[str, T
     return {name: torch.cat([getattr(r, name) for r in records]) if records else torch.zeros(0) for name in names}
 
 
-def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
-    """Returns the packing of rows with `lengths` real tokens, padded to `width`; None if no row has padding."""
-    if min(lengths) == width:
+def _equal_states(sequences: SequenceOf[Sequence]) -> tuple[Tensor, Tensor] | None:
+    """Returns `computed_index` and `state_index` of a `Packing`: tokens after equal prefixes of at least
+    `MIN_PREFIX` tokens are computed once. None if that leaves more than `MOST_COMPUTED` of the tokens, or for ids that
+    are not in host memory."""
+    if len(sequences) < 2 or sequences[0].prompt_ids.device.type != 'cpu':
         return None
+    rows = [torch.cat((s.prompt_ids, s.response_ids)).numpy() for s in sequences]
+    starts = [0, *itertools.accumulate(len(row) for row in rows)]
+    tokens = torch.arange(starts[-1])
+    same_as = tokens.clone()
+    # In lexicographic order a sequence shares its longest prefix with the one before it.
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
+    for before, i in itertools.pairwise(order):
+        shorter = min(len(rows[before]), len(rows[i]))
+        differs = (rows[before][:shorter] != rows[i][:shorter]).nonzero()[0]
+        common = int(differs[0]) if len(differs) else shorter
+        if common >= MIN_PREFIX:
+            same_as[starts[i] : starts[i] + common] = same_as[starts[before] : starts[before] + common]
+    computed = (same_as == tokens).nonzero()[:, 0]
+    if len(computed) > MOST_COMPUTED * len(tokens):
+        return None
+    return computed, torch.searchsorted(computed, same_as)
+
+
+def packing_of(
+    lengths: SequenceOf[int], width: int, equal_states: tuple[Tensor, Tensor] | None = None
+) -> Packing | None:
+    """Returns the packing of rows with `lengths` real tokens, padded to `width`, and its `computed_index` and
+    `state_index`; None if no row has padding and every token is computed."""
+    if min(lengths) == width and equal_states is None:
+        return None
+    computed, states = equal_states or (None, None)
     rows = [torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)]
     groups: list[PackedGroup] = []
     first, start = 0, 0
@@ -136,7 +168,14 @@ def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
         groups.append(PackedGroup(start=start, stop=start + sum(run), rows=len(run), width=longest, index=index))
         first, start = i, start + sum(run)
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Packing(token_index=torch.cat(rows), cu_seqlens=ends, max_length=max(lengths), groups=tuple(groups))
+    return Packing(
+        token_index=torch.cat(rows),
+        cu_seqlens=ends,
+        max_length=max(lengths),
+        groups=tuple(groups),
+        computed_index=computed,
+        state_index=states,
+    )
 
 
 def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:

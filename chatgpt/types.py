@@ -194,7 +194,11 @@ class PackedGroup:
 
 @dataclass(kw_only=True, slots=True)
 class Packing:
-    """Positions of the real tokens of a padded (B, S) batch in one row of T tokens, sequence after sequence."""
+    """Positions of the real tokens of a padded (B, S) batch in one row of T tokens, sequence after sequence.
+
+    In a causal model, tokens after equal prefixes have equal states. Where sequences begin alike, a model computes U < T
+    states and attention alone handles all T tokens.
+    """
 
     token_index: Tensor
     """(T,) int64 into the flattened (B*S)"""
@@ -202,6 +206,10 @@ class Packing:
     """(B + 1,) int32: start of each sequence, then T"""
     max_length: int
     groups: tuple[PackedGroup, ...]
+    computed_index: Tensor | None = None
+    """(U,) int64 into T: the tokens that are computed; None: all of them"""
+    state_index: Tensor | None = None
+    """(T,) int64 into U: the state of each token; None with `computed_index`"""
 
     def to(self, device: torch.device | str) -> Packing:
         return self.changed(lambda tensor: tensor.to(device))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -107,6 +108,7 @@ class Run:
         self.texts = [row['text'] for row in rows(self.lesson.prompts)]
         self.held_out = [row['text'] for row in rows(self.lesson.held_out)]
         self.curve: list[dict[str, float]] = []
+        self.updates = 0
         self._apart = 0.0
         self._begun = 0.0
 
@@ -132,6 +134,7 @@ class Run:
     def after_update(self, model: Any) -> bool:
         """Call after each update. Returns False if the time is up; the record is then written."""
         now = self.cpu_s
+        self.updates += 1
         over = now >= self.lesson.cpu_seconds
         if over or now >= len(self.curve) * self.lesson.every:
             self._evaluate(model)
@@ -165,7 +168,8 @@ class Run:
             lengths += [len(self.ids(response)) for response in responses]
         model.train(training)
         mean = {'score': sum(scores) / len(scores), 'length': sum(lengths) / len(lengths)}
-        self.curve.append({'cpu_s': at, **mean})
+        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self.curve.append({'cpu_s': at, **mean, 'updates': self.updates, 'peak_gib': peak_gib})
         print(self.lesson.name, self.curve[-1], file=sys.stderr, flush=True)
         self._apart += time.process_time() - begun
 

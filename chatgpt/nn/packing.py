@@ -67,8 +67,8 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     limit = batch_limit(model.config)
     if limit is not None and longest > limit[0]:
         raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
-    if _runs_packed(model, batch):
-        return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
+    if packing := _packing_for(model, batch):
+        return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, packing), batch)
     width = batch.input_ids.shape[1]
     if packs(model) and width <= (window_of(model) or width):
         return run_trunk(
@@ -84,9 +84,29 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     return run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask).flatten(0, 1)
 
 
-def _runs_packed(model: nn.Module, batch: Batch) -> bool:
+def _packing_for(model: nn.Module, batch: Batch) -> Packing | None:
+    """Returns the packing with which `model` runs the batch, or None if it runs padded."""
     packing = batch.packing
-    return packing is not None and packs(model) and packing.max_length <= (window_of(model) or packing.max_length)
+    if packing is None or not packs(model) or packing.max_length > (window_of(model) or packing.max_length):
+        return None
+    # With dropout, equal prefixes have states of their own.
+    return every_token(packing) if packing.state_index is not None and _drops(model) else packing
+
+
+def every_token(packing: Packing) -> Packing:
+    """Returns a copy with which a model computes every token."""
+    return replace(packing, computed_index=None, state_index=None)
+
+
+def _drops(model: nn.Module) -> bool:
+    modules = list(model.modules()) if model.training else []
+    return any(isinstance(m, nn.Dropout) and m.p > 0 or getattr(m, 'attention_dropout', 0) for m in modules)
+
+
+def _copied(states: Tensor, index: Tensor) -> Tensor:
+    """Returns `states[index]` with a gradient whose order of summation is fixed: on CUDA that of `index_select` is not,
+    and on a CPU that of indexing is slow."""
+    return states.index_select(0, index) if states.device.type == 'cpu' else states[index]
 
 
 def _no_mask(device: torch.device) -> Tensor:
@@ -100,18 +120,19 @@ def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
     the states of an encoder-decoder's decoder."""
     if layout_of(model).is_encoder_decoder:
         return scatter_states(hidden, batch)
-    if not _runs_packed(model, batch):
+    packing = _packing_for(model, batch)
+    if packing is None:
         return hidden.flatten(0, 1)
-    assert batch.packing is not None
-    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(
-        0, batch.packing.token_index, hidden[0]
-    )
+    states = hidden[0] if packing.state_index is None else _copied(hidden[0], packing.state_index)
+    return states.new_zeros(batch.input_ids.numel(), states.shape[-1]).index_copy(0, packing.token_index, states)
 
 
 def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
-    """Returns the last hidden states (1, T, D) of the real tokens of a (B, S) batch, row after row."""
-    ids = input_ids.flatten()[packing.token_index][None]
-    positions = position_ids.flatten()[packing.token_index][None]
+    """Returns the last hidden states (1, U, D) of the computed tokens of a (B, S) batch, row after row."""
+    index = packing.token_index
+    if packing.computed_index is not None:
+        index = index[packing.computed_index]
+    ids, positions = input_ids.flatten()[index][None], position_ids.flatten()[index][None]
     return run_trunk(model, ids, position_ids=positions, attention_mask=_no_mask(ids.device), packing=packing)
 
 
@@ -148,7 +169,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention with transformers' interface: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
-    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal
+    With a `packing`, B is 1 and S the number of computed tokens; causal within each sequence. With `whole_rows`, causal
     within each row. Neither reads the mask. If given, `attend(query, key, value, mask, scaling)` is called instead.
     """
     if attend is not None:
@@ -208,12 +229,15 @@ def _attend(
         # SDPA does the same: rotary embeddings return queries and keys in fp32, which FlashAttention does not support.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
+    if packing.state_index is not None:
+        q, k, v = (_copied(x, packing.state_index) for x in (q, k, v))
     if not dropout and _fits_varlen(q, k, v):
-        return _varlen_attention(q, k, v, packing, scaling)[None]
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    parts = [_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups]
-    return torch.cat(parts)[None]
+        out = _varlen_attention(q, k, v, packing, scaling)
+    else:
+        if k.shape[1] != q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        out = torch.cat([_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups])
+    return (out if packing.computed_index is None else out.index_select(0, packing.computed_index))[None]
 
 
 def _group_attention(
