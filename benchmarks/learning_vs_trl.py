@@ -4,6 +4,7 @@ settings of each.
     cd outputs/real      # of `make real`
     python ../../benchmarks/learning_vs_trl.py additions --start sft/actor --prompts prompts.jsonl --held_out held_out.jsonl
     python ../../benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
+    python ../../benchmarks/learning_vs_trl.py additions ... --rounds 3     # speed and memory only
     python ../../benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
 
 Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train
@@ -44,6 +45,8 @@ SIDES = {
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 24}
+SPEED = {'lr': 1e-5, 'kl_coef': 0.05, 'cpu_seconds': 100.0, 'every': 1e9}
+"""settings of a run that measures speed; no run of the search has this KL coefficient"""
 RECORDS = 'learning_vs_trl.json'
 
 
@@ -107,7 +110,7 @@ def at(curve: Sequence[dict[str, float]], cpu_s: float) -> float:
 
 
 def page(results: harness.Results) -> None:
-    finals = [r for r in results.values() if r['seed'] in SEEDS]
+    finals = [r for r in results.values() if r['seed'] in SEEDS and r['kl_coef'] != SPEED['kl_coef']]
     rows, figures = [], {}
     for task in dict.fromkeys(r['task'] for r in finals):
         own = [r for r in finals if r['task'] == task]
@@ -127,9 +130,31 @@ def page(results: harness.Results) -> None:
             rows[-1] += [f'{at(by_side[side][0]["curve"], end / 2):.3f}', harness.mean_and_spread(scores), ahead]
         figures[task] = by_side
     head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'ours ahead by']
-    harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows))
+    harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows), speed=speed(results))
     if figures:
         draw(figures)
+
+
+def speed(results: harness.Results) -> str:
+    """Returns the table of CPU seconds per update and peak memory, with ratios within a round."""
+    costs: dict[str, list[float]] = {}
+    peaks: dict[str, list[float]] = {}
+    for record in results.values():
+        if record['kl_coef'] == SPEED['kl_coef']:
+            last = record['curve'][-1]
+            costs.setdefault(record['side'], []).append(last['cpu_s'] / last['updates'])
+            peaks.setdefault(record['side'], []).append(last['peak_gib'])
+    rows = []
+    for side, (_, _, name) in SIDES.items():
+        if side not in costs:
+            continue
+        ours = next((own for own, theirs in RIVALS.items() if side in theirs), None)
+        faster = harness.least_median_greatest(harness.ratios(costs[side], costs[ours])) if ours else ''
+        memory = harness.least_median_greatest(harness.ratios(peaks[ours], peaks[side])) if ours else ''
+        rows.append([name, len(costs[side]), f'{statistics.median(costs[side]):.0f}'])
+        rows[-1] += [f'{statistics.median(peaks[side]):.1f}', faster, memory]
+    head = ['side', 'rounds', 'CPU s per update', 'peak GiB', 'theirs / ours, CPU s', 'ours / theirs, peak']
+    return harness.markdown(head, rows)
 
 
 def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
@@ -155,6 +180,7 @@ def main() -> None:
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
     parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds per run of the search')
     parser.add_argument('--seconds', type=float, default=400, help='CPU seconds per run of the comparison')
+    parser.add_argument('--rounds', type=int, default=0, help='only measure speed and memory: one run per side and round')
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, prompts and logs')
     args = parser.parse_args()
     if args.page:
@@ -164,12 +190,19 @@ def main() -> None:
         parser.error('give a task, --start, --prompts and --held_out; sentiment also --classifier')
     work, results = args.work_dir.resolve(), harness.Results(RECORDS)
     files = write_task(args.start, args.prompts, args.held_out, work / args.task)
-    for side in args.sides:
-        lesson = Lesson(
+    lessons = [
+        Lesson(
             side=side, task=args.task, start=str(Path(args.start).resolve()), prompts=files['prompts'],
             held_out=files['search'], lr=0.0, kl_coef=0.0, seed=0, cpu_seconds=args.search_seconds,
             every=args.search_seconds / 2, new_tokens=NEW_TOKENS[args.task], classifier=args.classifier,
         )  # fmt: skip
+        for side in args.sides
+    ]
+    if args.rounds:
+        for number, lesson in product(range(args.rounds), lessons):
+            measure(results, replace(lesson, seed=number, **SPEED), work)
+        return
+    for lesson in lessons:
         lr, kl = search(results, lesson, work)
         for seed in SEEDS:
             best = replace(lesson, lr=lr, kl_coef=kl, seed=seed, held_out=files['held_out'])
