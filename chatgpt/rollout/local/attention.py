@@ -1,9 +1,9 @@
-"""Attention of one new token per row over the slots of a cache, in the fastest available form.
+"""Attention of one new token per row over the slots of a cache, and the table of ways to decode.
 
 - `plain`: transformers' own, with a mask of valid slots; it may repeat keys and values for every query head.
 - `grouped`: with the same mask; the query heads of a group are queries of a single key head.
-- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, which reads only the
-  valid slots of a row. A row of the cache is one page, so its width is a multiple of 256.
+- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, from torch 2.12 on,
+  which reads only the valid slots of a row. A row of the cache is one page, so its width is a multiple of 256.
 
 The latter two are passed to the attention of `chatgpt.nn.packing`; `find_attention` compares decoded states with a
 plain forward.
@@ -12,9 +12,10 @@ plain forward.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,8 +27,32 @@ from chatgpt.nn.trunk import base_model
 AttentionForm = Literal['plain', 'grouped', 'varlen']
 FORMS: tuple[AttentionForm, ...] = get_args(AttentionForm)
 
+
+class Way(NamedTuple):
+    """How tokens are decoded on a kind of device."""
+
+    fixed: bool
+    """in steps of fixed shape, on CUDA as captured graphs"""
+    attention: tuple[AttentionForm, ...]
+    """the first that a model, its dtype, the GPU and torch support, and that agrees with a plain forward"""
+
+
+WAYS = {
+    'cuda': Way(True, ('varlen', 'grouped', 'plain')),
+    'cpu': Way(False, ('plain',)),
+    'cpu, compiled': Way(True, ('grouped', 'plain')),
+}
+"""the way of each kind of device, unless the caller names another"""
+
 PAGE = 256
 """FlashAttention requires a multiple of this as the number of slots of a page"""
+
+
+def way_of(device: torch.device, fixed_steps: bool | str) -> Way:
+    """Returns the way for `LocalEngine`'s option `fixed_steps`."""
+    kind = 'cuda' if device.type == 'cuda' else 'cpu, compiled' if fixed_steps == 'compiled' else 'cpu'
+    way = WAYS[kind]
+    return way if fixed_steps == 'auto' else way._replace(fixed=bool(fixed_steps))
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
@@ -46,7 +71,10 @@ class PagedAttention:
         self.counts, self.rows = counts, rows
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-        """Takes the arguments of `grouped_attention` and ignores the mask."""
+        """Takes the arguments of `grouped_attention` and ignores the mask.
+
+        Without groups, kernels that divide the slots of a row into splits write every row's result onto the first row
+        (pytorch#194167), so there is one split."""
         attend, slots = paged_varlen(), key.shape[2]
         assert attend is not None
         out = attend(
@@ -61,18 +89,19 @@ class PagedAttention:
             enable_gqa=True,
             seqused_k=self.counts,
             block_table=self.rows[:-1, None],
+            num_splits=1 if query.shape[1] == key.shape[1] else None,
         )
         return out[:, None]
 
 
 @cache
 def paged_varlen() -> Callable[..., Any] | None:
-    """Returns torch's FlashAttention for variable lengths if it supports pages (torch 2.11 on), else None."""
+    """Returns torch's FlashAttention for variable lengths if it supports pages (torch 2.12 on), else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    names = {'scale', 'enable_gqa', 'seqused_k', 'block_table'}
+    names = {'scale', 'enable_gqa', 'seqused_k', 'block_table', 'num_splits'}
     return varlen_attn if names <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
@@ -102,28 +131,28 @@ def why_not(form: AttentionForm, actor: Any) -> str:
             return f'it needs CUDA and 16 bits, and the policy is {parameter.dtype} on {parameter.device.type}'
         if torch.cuda.get_device_capability(parameter.device) < (8, 0):
             return 'the GPU is older than Ampere'
-        if paged_varlen() is None:
-            return f'torch {torch.__version__} has no varlen_attn with pages'
     return ''
 
 
-def find_attention(
-    wanted: str, actor: Any, *, calls_compiled: bool, disagrees: Callable[[AttentionForm], str]
-) -> AttentionForm:
+def find_attention(wanted: str, actor: Any, way: Way, disagrees: Callable[[AttentionForm], str]) -> AttentionForm:
     """Returns the form of attention for decode steps. Raises ValueError if the wanted form is not supported.
 
     Args:
-        wanted: one of `FORMS`, or 'auto': the last supported one on CUDA or if steps are compiled, else the plain one.
+        wanted: one of `FORMS`, or 'auto' for the first of `way` that is supported, with a warning if a faster one is
+            missing in this torch or does not agree.
         disagrees: tries a form and returns why its states differ from a plain forward, or ''.
     """
-    if wanted == 'auto':
-        if next(actor.parameters()).is_cuda or calls_compiled:
-            for form in reversed(FORMS[1:]):
-                if not why_not(form, actor) and not disagrees(form):
-                    return form
-        return 'plain'
-    form = next(f for f in FORMS if f == wanted)
-    why = why_not(form, actor) or (disagrees(form) if form != 'plain' else '')
-    if why:
-        raise ValueError(f"LocalEngine: attention={wanted!r} cannot be had: {why}; use attention='auto'")
+    missed = ''
+    for form in way.attention if wanted == 'auto' else (next(f for f in FORMS if f == wanted),):
+        why = why_not(form, actor)
+        if not why and form != 'plain':
+            lacks = form == 'varlen' and paged_varlen() is None
+            why = f'torch {torch.__version__} has no varlen_attn with pages' if lacks else disagrees(form)
+            missed = missed or (f'{form!r} cannot be had: {why}' if why else '')
+        if why and wanted != 'auto':
+            raise ValueError(f"LocalEngine: attention={wanted!r} cannot be had: {why}; use attention='auto'")
+        if not why:
+            break
+    if missed:
+        warnings.warn(f'LocalEngine: attention={form!r}, since {missed}', stacklevel=2)
     return form

@@ -25,7 +25,7 @@ from chatgpt.nn.trunk import addresses, plain_settings, row_limit, sharding_grou
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
-from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
+from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention, way_of
 from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
@@ -157,14 +157,13 @@ class LocalEngine(CheckedEngine):
             self.attention_form = find_attention(
                 self.attention,
                 actor,
-                calls_compiled=self.fixed_steps == 'compiled',
-                disagrees=partial(attention_disagrees, actor, self._mask_form),
+                way_of(next(actor.parameters()).device, self.fixed_steps),
+                partial(attention_disagrees, actor, self._mask_form),
             )
 
     def wants_fixed(self, device: torch.device) -> bool:
         """Returns True if steps of fixed shape are enabled and the model decodes correctly in them."""
-        wanted = device.type == 'cuda' if self.fixed_steps == 'auto' else bool(self.fixed_steps)
-        return wanted and self._steps_agree
+        return way_of(device, self.fixed_steps).fixed and self._steps_agree
 
     def _keep_steps_of(self, actor: Actor) -> None:
         """Drops kept steps unless they were made for this actor."""
