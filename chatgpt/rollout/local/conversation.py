@@ -54,7 +54,8 @@ class Conversation(LocalRun):
         while self.queue or self.row_sample:
             free = self.max_live - len(self.row_sample)
             if self.queue and (not self.row_sample or free >= self.min_refill):
-                self.admit(free)
+                self.settle()
+                self.admit(self.max_live - len(self.row_sample))
             else:
                 self.decode()
 

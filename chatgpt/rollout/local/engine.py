@@ -112,7 +112,7 @@ class LocalEngine(CheckedEngine):
         self._window_error: str | None = None
         """why decoding beyond the attention window is wrong, '' if it is correct, None if not checked yet"""
         self._checked: Any = None
-        self._fixed: FixedSteps | None = None
+        self._steps: list[FixedSteps] = []  # those of the newest samplings first
         self._kept_for: tuple[Any, Any] | None = None
         """the actor that the steps were made for, and its properties that must be unchanged for their reuse"""
         self._held_bytes: int | None = None  # memory held at the end of the latest phase
@@ -169,7 +169,7 @@ class LocalEngine(CheckedEngine):
         """Drops kept steps unless they were made for this actor."""
         kept, self._kept_for = self._kept_for, None
         if kept is None or kept[0]() is not actor or kept[1] != (addresses(actor), plain_settings(actor)):
-            self._fixed = None
+            self._steps = []
 
     def _may_keep(self, device: torch.device) -> bool:
         if self.keep != 'auto':
@@ -184,7 +184,7 @@ class LocalEngine(CheckedEngine):
         """Returns the memory of cache and graphs, and of the actor if it is a copy for generation."""
         parameters = list(self._actor.parameters())
         copied = 0 if any(p.requires_grad for p in parameters) else sum(p.nbytes for p in parameters)
-        return copied + (self._cache.nbytes if self._cache else 0) + (self._fixed.graph_bytes if self._fixed else 0)
+        return copied + (self._cache.nbytes if self._cache else 0) + sum(steps.graph_bytes for steps in self._steps)
 
     def check(self, config: Any, call: Call) -> list[int]:
         """See `check_local`. The first time that sequences exceed the model's attention window, decoding beyond it is
@@ -256,8 +256,7 @@ class LocalEngine(CheckedEngine):
         try:
             yield
         except BaseException:
-            self._record_capture_failure()
-            self._cache = self._fixed = None
+            self.release()
             raise
 
     def end(self) -> None:
@@ -266,18 +265,26 @@ class LocalEngine(CheckedEngine):
         if actor is not None:
             self._held_bytes = self._bytes_held()
         super().end()
-        self._record_capture_failure()
         self._packed = None
         if not self.keeping:
-            self._cache = self._fixed = None
-        elif self._fixed is not None and actor is not None:
+            self.release()
+            return
+        self._record_capture_failure()
+        if self._steps and actor is not None:
             self._kept_for = weakref.ref(actor), (addresses(actor), plain_settings(actor))
-            self._fixed.release_actor()
+            for steps in self._steps:
+                steps.release_actor()
 
     def release(self) -> None:
         """Frees cache and steps."""
         self._record_capture_failure()
-        self._cache = self._fixed = self._kept_for = None
+        self._cache = self._kept_for = None
+        self._steps = []
+
+    @property
+    def _fixed(self) -> FixedSteps | None:
+        """The steps of the latest call, or None."""
+        return self._steps[0] if self._steps else None
 
     def captures(self, device: torch.device) -> bool:
         """Returns True if steps of fixed shape are captured as CUDA graphs."""
@@ -285,14 +292,14 @@ class LocalEngine(CheckedEngine):
 
     def _record_capture_failure(self) -> None:
         """Remembers a failed capture, so that later steps do not try again."""
-        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed.capture_failed)
+        self._can_capture = self._can_capture and not any(steps.capture_failed for steps in self._steps)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """Returns a cache of at least this size for a new call."""
         cache = self._cache
         if cache is None or rows > cache.rows or capacity > cache.capacity:
             wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
-            self._cache = self._fixed = None  # freed before the new one is allocated
+            self._cache, self._steps = None, []  # freed before the new one is allocated
             self._cache = cache = SlotCache(*wider)
         return cache
 
@@ -330,11 +337,13 @@ class LocalEngine(CheckedEngine):
         capture: bool,
         windows: Windows | None = None,
     ) -> FixedSteps:
-        """Returns steps of fixed shape; those of an earlier call, with their graphs, if they fit."""
-        if self._fixed is None or not self._fixed.fits(cache, sampler, size, windows):
+        """Returns steps of fixed shape; those of an earlier call, with their graphs, if they fit. The steps of two
+        samplings are kept, such as those of a run and of its evaluation."""
+        steps = next((s for s in self._steps if s.fits(cache, sampler, size, windows)), None)
+        if steps is None:
             self._record_capture_failure()
             device = sampler.end_ids.device
-            self._fixed = FixedSteps(
+            steps = FixedSteps(
                 self._actor,
                 sampler,
                 cache,
@@ -346,5 +355,6 @@ class LocalEngine(CheckedEngine):
                 compiled=self.fixed_steps == 'compiled',
                 windows=windows,
             )
-        self._fixed.start_call(self._actor, uniforms)
-        return self._fixed
+        self._steps = [steps, *(s for s in self._steps if s is not steps)][:2]
+        steps.start_call(self._actor, uniforms)
+        return steps

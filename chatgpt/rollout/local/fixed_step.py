@@ -1,10 +1,11 @@
 """A decode step with a fixed number of rows and slots on tensors at fixed addresses, which a CUDA graph can capture.
 
 A step runs trunk, head, sampling, recording and bookkeeping for `rows` rows; idle rows write to places that are never
-read. Rows and slots are rounded to buckets, with one graph per pair, captured at its second use. The first use is a
-plain call under `HostWatch`: a model that copies numbers from the host, or waits for the device, gets no graphs. A step
-may also be compiled by torch, with symbolic rows and slots and with weights as inputs, so that buckets and phases share
-the compiled code; on CUDA the compiled step is then captured. If torch cannot compile a model, its step stays plain.
+read. Rows and slots are rounded to buckets, with one graph per pair, captured at its second use; attention over pages
+has one bucket of slots. The first use is a plain call under `HostWatch`: a model that copies numbers from the host, or
+waits for the device, gets no graphs. A step may also be compiled by torch, with symbolic rows and slots and with
+weights as inputs, so that buckets and phases share the compiled code; on CUDA the compiled step is then captured. If
+torch cannot compile a model, its step stays plain.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_m
 from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
-SLOTS = 256
-"""widths are multiples of this, like pages of attention"""
 SMALL_ROWS = 32
 """row buckets are powers of two up to this number, and multiples of it above"""
 WARM_UPS = 1
@@ -51,8 +50,16 @@ def shared_capacity(slots: int, attention: AttentionForm) -> int:
 
 
 def slot_bucket(width: int, capacity: int) -> int:
-    """Rounds the number of slots up to 256, 512, ..., at most `capacity`."""
-    return min(-(-width // SLOTS) * SLOTS, capacity)
+    """Rounds the number of slots up to 1, 2, 3, 4, 6, 8, 12, 16, ... times 256, at most `capacity`."""
+    pages = -(-width // PAGE)
+    power = 1 << (pages - 1).bit_length()
+    return min((power if 4 * pages > 3 * power else 3 * power // 4) * PAGE, capacity)
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """Returns this process's stream for captures: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class Tables:
@@ -174,7 +181,6 @@ class FixedSteps:
         self._graphs: dict[tuple[int, int], Any] = {}
         self._uses: dict[tuple[int, int], int] = {}
         self._pool: Any = None
-        self._side_stream: Any = None
         self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
 
     def fits(self, cache: SlotCache, sampler: TokenSampler, size: int, windows: Windows | None) -> bool:
@@ -208,8 +214,9 @@ class FixedSteps:
         """
         # torch would compile separately for a single row
         least = min(2, self.cache.rows) if self.compiled else 1
-        rows, slots = row_bucket(max(live, least), self.cache.rows), slot_bucket(width, self.cache.capacity)
-        key = rows, slots
+        whole = self.cache.capacity  # attention over pages reads only the valid slots
+        slots = whole if self.attention == 'varlen' else slot_bucket(width, whole)
+        key = row_bucket(max(live, least), self.cache.rows), slots
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -223,7 +230,23 @@ class FixedSteps:
             with torch.cuda.device(self.device):
                 self._capture(key)
         else:
-            self._step(rows, slots)
+            self._step(*key)
+
+    def read_ended(self, live: int) -> Callable[[], list[bool]]:
+        """Returns a function that returns which of the first rows ended in this step. On CUDA the copy to the host is
+        only queued now, and the function waits for it."""
+        if self.device.type != 'cuda':
+            ended = self.ended[:live].tolist()
+            return lambda: ended
+        host, event = torch.empty(live, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        host.copy_(self.ended[:live], non_blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+
+        def read() -> list[bool]:
+            event.synchronize()
+            return host.tolist()
+
+        return read
 
     def _run_compiled(self, key: tuple[int, int]) -> None:
         """Runs a compiled call. If torch cannot compile the model, continues with the plain step."""
@@ -257,7 +280,6 @@ class FixedSteps:
     def _capture(self, key: tuple[int, int]) -> None:
         """Captures the step and runs it. If the capture fails, continues without graphs."""
         graph = torch.cuda.CUDAGraph()
-        self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         before, reserved = (self.token.clone(), self.state.clone()), torch.cuda.memory_reserved(self.device)
@@ -265,8 +287,10 @@ class FixedSteps:
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
         try:
-            # torch's own side stream is on the device of the first graph, so on another device it would record nothing
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
+            # torch's own side stream is on the device of the first graph, so on another device it would record nothing;
+            # other threads, such as those that lock pages or watch collectives, may go on
+            side = _side_stream(self.device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode='thread_local'):
                 self._step(*key)
         except RuntimeError as error:
             # A failed capture leaves its side stream current, the generator in capture mode, and (torch before 2.12,

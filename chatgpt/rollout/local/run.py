@@ -8,7 +8,7 @@ change a token only by rounding. Work per token is done on tensors; Python handl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,9 @@ from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.append import append
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
-from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
+from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity
 from chatgpt.rollout.local.masks import decode_mask, window_masks
+from chatgpt.rollout.local.slot_cache import indices
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -80,6 +81,8 @@ class LocalRun:
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
         self.idle_slot = 0  # slot in which idle rows of a fixed shape write
+        self.unread: deque[tuple[Callable[[], list[bool]], list[int], int]] = deque()
+        """of steps of fixed shape: a function that returns which rows ended, the samples of the rows, the step"""
         # live rows
         self.row_sample: list[int] = []
         self.row_offset: list[int] = []  # offset + step = number of stored tokens after the step
@@ -134,7 +137,8 @@ class LocalRun:
         while self.queue or self.row_sample:
             free = self.max_rows - len(self.row_sample)
             if self.queue and (not self.row_sample or free >= min(self.min_refill, len(self.queue))):
-                self.admit(free)
+                self.settle()
+                self.admit(self.max_rows - len(self.row_sample))
             else:
                 self.decode()
 
@@ -236,14 +240,14 @@ class LocalRun:
         self.step += 1
         width = self.longest_offset + self.step
         if self.fixed is not None:
-            self.retire(self.decode_fixed(self.fixed, width))
+            self.decode_fixed(self.fixed, width)
             return
         if width > self.cache.capacity:
             self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
         lengths = self.state[1]
         same_length = self.longest_offset == self.shortest_offset
         if self.attention == 'varlen':
-            same_length, width = False, slot_bucket(width, self.cache.capacity)
+            same_length, width = False, self.cache.capacity
         keywords: dict[str, Any] = {'attention_mask': None}
         if self.windows is not None:
             keywords['attention_mask'] = window_masks(lengths, width, self.windows, self.mask_dtype)
@@ -259,15 +263,31 @@ class LocalRun:
         self.state = self.state + self.increment
         self.retire(flags)
 
-    def decode_fixed(self, steps: FixedSteps, width: int) -> list[bool] | None:
-        """As `decode`, by a step of fixed shape. Returns which rows ended."""
+    def decode_fixed(self, steps: FixedSteps, width: int) -> None:
+        """As `decode`, by a step of fixed shape. On CUDA the end tokens of a step are read after the next one has been
+        queued, so that the device need not wait for the host; a row that has ended then decodes one token more, which
+        is not counted."""
         live = len(self.row_sample)
         if not self.fixed_loaded:
             steps.load(self.token, self.state, self.idle_slot)
             self.fixed_loaded = True
-        steps.run(live, width)
+        with changing_shapes(self.device):
+            steps.run(live, width)
         self.token, self.state = steps.token[:live], steps.state[:, :live]
-        return steps.ended[:live].tolist() if len(self.sampling.eos_token_ids) > 0 else None
+        if not self.sampling.eos_token_ids:
+            self.retire(None)
+            return
+        self.unread.append((steps.read_ended(live), self.row_sample, self.step))
+        # a token more than the deadline would be stored in the place of another sample
+        late = self.device.type == 'cuda' and self.sampling.stop is None and self.step < self.next_deadline
+        self.settle(int(late))
+
+    def settle(self, num_unread: int = 0) -> None:
+        """Retires the rows that have ended in steps of fixed shape, but for the newest `num_unread` steps."""
+        while len(self.unread) > num_unread:
+            read, samples, step = self.unread.popleft()
+            ended = {sample for sample, flag in zip(samples, read(), strict=True) if flag}
+            self.retire([sample in ended for sample in self.row_sample], step=step)
 
     @property
     def mask_dtype(self) -> torch.dtype:
@@ -284,13 +304,15 @@ class LocalRun:
         self.records.append((flat, draw))
         return draw.token, self.sampler.is_end(draw.token).tolist() if can_end else None
 
-    def retire(self, ended: list[bool] | None, first_new: int = 0) -> None:
+    def retire(self, ended: list[bool] | None, first_new: int = 0, step: int | None = None) -> None:
         """Removes finished rows.
 
-        ended: True for rows with an end token as their newest token. first_new: the first row with a new token.
+        ended: True for rows with an end token as the token of `step`, by default the newest. first_new: the first row
+        with a new token.
         """
+        step = self.step if step is None else step
         stopped = self.check_stop(ended, first_new) if self.sampling.stop is not None else None
-        if self.step < self.next_deadline and stopped is None and (ended is None or True not in ended):
+        if step < self.next_deadline and stopped is None and (ended is None or True not in ended):
             return
         survivors = []
         for row, sample in enumerate(self.row_sample):
@@ -298,10 +320,10 @@ class LocalRun:
                 self.reasons[sample] = 'eos'
             elif stopped is not None and stopped[row]:
                 self.reasons[sample] = 'stop'
-            elif self.row_deadline[row] > self.step:
+            elif self.row_deadline[row] > step:
                 survivors.append(row)
                 continue
-            self.num_tokens[sample] = self.limits[sample] - (self.row_deadline[row] - self.step)
+            self.num_tokens[sample] = self.limits[sample] - (self.row_deadline[row] - step)
         if len(survivors) < len(self.row_sample):
             self.compact(survivors)
 
@@ -330,7 +352,7 @@ class LocalRun:
         if num_live:
             if holes:
                 self.fill(holes, movers)
-                index = torch.tensor(order, device=self.device)
+                index = indices(order, self.device)
                 self.state, self.token = self.state[:, index], self.token[index]
             else:
                 self.state, self.token = self.state[:, :num_live], self.token[:num_live]
@@ -370,7 +392,8 @@ class LocalRun:
         tokens = table('token', torch.int64)
         logprobs, filtered = table('logprob', torch.float32), table('filtered_logprob', torch.float32)
         edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
-        bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
+        counted = torch.arange(self.max_new) < torch.tensor(self.num_tokens)[:, None]
+        bad = (counted & ~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
             raise self.not_finite(*bad[0].tolist())
         return self.call.samples((tokens, logprobs, filtered, edges), self.num_tokens, self.reasons)

@@ -54,6 +54,12 @@ def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Te
     return new
 
 
+def indices(numbers: Any, device: torch.device) -> Tensor:
+    """Returns int64 numbers on a device, copied without waiting for it."""
+    host = torch.tensor(numbers)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else host
+
+
 class SlotCache(Cache):
     """The cache of a collect phase. Before each forward the caller sets what the forward writes:
 
@@ -124,13 +130,12 @@ class SlotCache(Cache):
     def move(self, source: list[int], target: list[int], width: int) -> None:
         """Copies the first `width` slots of rows `source` to rows `target`. All are read before any is written, so rows
         can be exchanged."""
+        rows: Any = source[0], target[0]
+        if len(source) > 1:
+            rows = indices([source, target], self.layers[0].keys.device)
         for layer in self.layers:
-            if len(source) == 1:
-                layer.keys[target[0], :, :width] = layer.keys[source[0], :, :width]
-                layer.values[target[0], :, :width] = layer.values[source[0], :, :width]
-            else:
-                layer.keys[target, :, :width] = layer.keys[source, :, :width]
-                layer.values[target, :, :width] = layer.values[source, :, :width]
+            for store in (layer.keys, layer.values):
+                store[rows[1], :, :width] = store[rows[0], :, :width]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
