@@ -198,6 +198,9 @@ def _attend(
 ) -> Tensor:
     if packing is None:
         asked: Any = module
+        own = not dropout and kwargs.get('softcap') is None and kwargs.get('position_bias') is None
+        if own and query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1:
+            return grouped_attention(query, key, value, attention_mask, scaling)
         if key.shape[1] != query.shape[1] and _lacks_groups(query):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
             asked = SimpleNamespace(is_causal=getattr(module, 'is_causal', True))  # has no groups
@@ -219,6 +222,15 @@ def _attend(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     parts = [_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups]
     return torch.cat(parts)[None]
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and a mask (n, 1, 1, K) to (n, 1, H, d). The query heads of
+    a group are queries of a single key head, so keys and values are not repeated."""
+    n, heads, _, width = query.shape
+    groups = query.reshape(n, key.shape[1], heads // key.shape[1], width)
+    out = scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(n, 1, heads, value.shape[-1])
 
 
 def _group_attention(
@@ -243,7 +255,7 @@ def _group_attention(
 
 def _lacks_groups(query: Tensor) -> bool:
     """Returns True if only SDPA's maths kernel, which stores the (T, T) scores, takes fewer key heads than query heads:
-    on CUDA in fp32. More than one query per row, because transformers packs single ones itself."""
+    on CUDA in fp32, for more than one query per row."""
     if not query.is_cuda or query.shape[2] == 1:
         return False
     dtype = torch.get_autocast_dtype('cuda') if torch.is_autocast_enabled('cuda') else query.dtype

@@ -70,7 +70,7 @@ class LocalEngine(CheckedEngine):
         refill_fraction: waiting prompts enter when this fraction of the rows is free.
         fixed_steps: decode in fixed shapes, on CUDA as captured graphs; 'auto' on CUDA only; 'compiled' with
             torch.compile.
-        attention: of decode steps, one of `FORMS` in `chatgpt.rollout.local.attention`; 'auto' is the plain one on CPU.
+        attention: of decode steps, 'plain' or 'varlen' (`chatgpt.rollout.local.attention`); 'auto' is the one of `WAYS`.
         keep: keep cache and steps for the next phase; 'auto' if a GPU has memory left for them.
     """
 
@@ -83,7 +83,7 @@ class LocalEngine(CheckedEngine):
         max_prefill_tokens: int = 16384,
         refill_fraction: float = 0.125,
         fixed_steps: bool | Literal['auto', 'compiled'] = 'auto',
-        attention: AttentionForm | Literal['auto'] = 'auto',
+        attention: AttentionForm | Literal['auto', 'grouped'] = 'auto',
         keep: bool | Literal['auto'] = 'auto',
     ) -> None:
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
@@ -93,14 +93,15 @@ class LocalEngine(CheckedEngine):
             )
         for name, value, known in (
             ('fixed_steps', fixed_steps, (True, False, 'auto', 'compiled')),
-            ('attention', attention, ('auto', *FORMS)),
+            ('attention', attention, ('auto', *FORMS, 'grouped')),
             ('keep', keep, (True, False, 'auto')),
         ):
             if value not in known:
                 raise ValueError(f'LocalEngine: {name}={value!r} is not one of {", ".join(map(repr, known))}')
         self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
-        self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep
+        self.fixed_steps, self.keep = fixed_steps, keep
+        self.attention = 'plain' if attention == 'grouped' else attention  # another name of it
         self.keeping = False
         """True if cache and steps of this phase are kept for the next"""
         self.attention_form: AttentionForm = 'plain'
@@ -154,16 +155,13 @@ class LocalEngine(CheckedEngine):
                         f'forward ({why}); use fixed_steps=False'
                     )
                 self._steps_agree = not why
-            self.attention_form = find_attention(
-                self.attention,
-                actor,
-                way_of(next(actor.parameters()).device, self.fixed_steps),
-                partial(attention_disagrees, actor, self._mask_form),
-            )
+            disagrees = partial(attention_disagrees, actor, self._mask_form)
+            self.attention_form = find_attention(self.attention, actor, disagrees)
 
     def wants_fixed(self, device: torch.device) -> bool:
         """Returns True if steps of fixed shape are enabled and the model decodes correctly in them."""
-        return way_of(device, self.fixed_steps).fixed and self._steps_agree
+        wanted = way_of(device).fixed if self.fixed_steps == 'auto' else bool(self.fixed_steps)
+        return wanted and self._steps_agree
 
     def _keep_steps_of(self, actor: Actor) -> None:
         """Drops kept steps unless they were made for this actor."""
