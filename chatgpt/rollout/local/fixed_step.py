@@ -66,21 +66,15 @@ class Tables:
     """Flat tables of draws by sample and position, with an additional place for idle rows."""
 
     def __init__(self, size: int, device: torch.device, *, draws: bool) -> None:
-        self.token = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        self.logprob = torch.zeros(size + 1, device=device)
-        self.filtered_logprob = torch.zeros(size + 1, device=device)
-        self.edge_distance = torch.full((size + 1,), 0.0 if draws else 1.0, device=device)
-
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.token, self.logprob, self.filtered_logprob, self.edge_distance
+        ids, edges = torch.zeros(size + 1, dtype=torch.int64, device=device), 0.0 if draws else 1.0
+        numbers = (torch.full((size + 1,), value, device=device) for value in (0.0, 0.0, edges))
+        self.columns = Draw(ids, *numbers)
 
     def write(self, places: Tensor, draw: Draw) -> None:
         """Writes draws to places, (n,) int64."""
-        self.token.index_copy_(0, places, draw.token)
-        self.logprob.index_copy_(0, places, draw.logprob)
-        self.filtered_logprob.index_copy_(0, places, draw.filtered_logprob)
-        if draw.edge_distance is not None:
-            self.edge_distance.index_copy_(0, places, draw.edge_distance)
+        for column, values in zip(self.columns, draw, strict=True):
+            if values is not None:
+                column.index_copy_(0, places, values)
 
 
 _SYNCHRONIZING = frozenset(

@@ -21,11 +21,11 @@ from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.append import append
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
-from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity
+from chatgpt.rollout.local.fixed_step import FixedSteps, Tables, row_bucket, shared_capacity
 from chatgpt.rollout.local.masks import decode_mask, window_masks
 from chatgpt.rollout.local.slot_cache import indices
 from chatgpt.rollout.randomness import sample_keys, uniforms
-from chatgpt.rollout.sampling import Draw, TokenSampler
+from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.types import FinishReason, Sample
 
 _CAPACITY_STEP = 64
@@ -77,6 +77,8 @@ class LocalRun:
                 capture=not no_graph,
                 windows=self.windows,
             )
+        size, draws = len(prompts) * self.max_new, self.uniforms is not None
+        self.tables = Tables(size, self.device, draws=draws) if self.fixed is None else self.fixed.tables
         self.prompt_ids = [tuple(p.ids.tolist()) for p in prompts]
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
@@ -97,7 +99,6 @@ class LocalRun:
         self.longest_offset = self.shortest_offset = 0
         self.free_to_end_from = 0  # step from which every live row may end
         # results
-        self.records: list[tuple[Tensor, Draw]] = []
         self.began = [0] * len(prompts)  # number of tokens between the prompt and the current turn
         self.num_tokens = [0] * len(prompts)
         self.reasons: list[FinishReason] = ['length'] * len(prompts)
@@ -301,7 +302,7 @@ class LocalRun:
         can_end = len(self.sampling.eos_token_ids) > 0
         no_end_mask = flat < state[2] if can_end and self.step < self.free_to_end_from else None
         draw = self.sampler(logits, uniform, no_end_mask)
-        self.records.append((flat, draw))
+        self.tables.write(flat, draw)
         return draw.token, self.sampler.is_end(draw.token).tolist() if can_end else None
 
     def retire(self, ended: list[bool] | None, first_new: int = 0, step: int | None = None) -> None:
@@ -379,19 +380,9 @@ class LocalRun:
 
     def samples(self) -> list[Sample]:
         """Returns the samples in the order of the prompts."""
-        flat = torch.cat([flat for flat, _ in self.records])
-        shape = (len(self.prompts), self.max_new)
-
-        def table(name: str, dtype: torch.dtype) -> Tensor:
-            values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
-            if self.fixed is not None:
-                values.copy_(getattr(self.fixed.tables, name)[: len(values)])
-            values[flat] = torch.cat([getattr(draw, name) for _, draw in self.records])
-            return values.view(shape).cpu()
-
-        tokens = table('token', torch.int64)
-        logprobs, filtered = table('logprob', torch.float32), table('filtered_logprob', torch.float32)
-        edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
+        shape = len(self.prompts), self.max_new
+        tokens, *numbers = (column[: shape[0] * shape[1]].view(shape).cpu() for column in self.tables.columns)
+        logprobs, filtered, edges = numbers
         counted = torch.arange(self.max_new) < torch.tensor(self.num_tokens)[:, None]
         bad = (counted & ~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
