@@ -225,8 +225,8 @@ def _attend(
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and a mask (n, 1, 1, K) to (n, 1, H, d). The query heads of
-    a group are queries of a single key head, so keys and values are not repeated."""
+    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and a mask (n, 1, 1, K) to (n, 1, H, d). The query heads
+    of a group are queries of a single key head, so keys and values are not repeated."""
     n, heads, _, width = query.shape
     groups = query.reshape(n, key.shape[1], heads // key.shape[1], width)
     out = scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scaling)

@@ -1,5 +1,5 @@
-"""Attention over pages gives the tokens of the plain one, on a CPU with a fake of FlashAttention over pages, and on a GPU
-with torch's own."""
+"""Attention over pages gives the tokens of the plain one, on a CPU with a fake of FlashAttention, on a GPU with torch's
+own."""
 
 from __future__ import annotations
 

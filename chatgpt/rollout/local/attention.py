@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chatgpt.nn.packing import packs
 from chatgpt.nn.trunk import base_model
+from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
 
 AttentionForm = Literal['plain', 'varlen']
 FORMS: tuple[AttentionForm, ...] = get_args(AttentionForm)
@@ -87,16 +88,20 @@ def paged_varlen() -> Callable[..., Any] | None:
     return varlen_attn if names <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
-def step_keywords(form: AttentionForm, mask: Callable[[], Tensor], lengths: Tensor) -> dict[str, Any]:
+def step_keywords(
+    form: AttentionForm, lengths: Tensor, width: int, mask_form: MaskForm, dtype: torch.dtype, windows: Windows | None
+) -> dict[str, Any]:
     """Returns the keyword arguments of a decode step's forward for this attention.
 
-    mask: makes the mask of valid slots. lengths: (n,) int64, number of tokens stored before the new one.
+    lengths: (n,) int64, number of tokens stored before the new one. width: number of slots that a mask covers.
     """
-    if form == 'plain':
-        return {'attention_mask': mask()}
-    # transformers passes on a mask of four dimensions unchanged, and this attention ignores it
-    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
-    return {'attention_mask': unread, 'attend': PagedAttention((lengths + 1).int())}
+    if form == 'varlen':
+        # transformers passes on a mask of four dimensions unchanged, and this attention ignores it
+        unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
+        return {'attention_mask': unread, 'attend': PagedAttention((lengths + 1).int())}
+    if windows is not None:
+        return {'attention_mask': window_masks(lengths, width, windows, dtype)}
+    return {'attention_mask': decode_mask(lengths, width, mask_form, dtype)}
 
 
 def why_no_pages(actor: Any) -> str:

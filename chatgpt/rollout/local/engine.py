@@ -70,7 +70,7 @@ class LocalEngine(CheckedEngine):
         refill_fraction: waiting prompts enter when this fraction of the rows is free.
         fixed_steps: decode in fixed shapes, on CUDA as captured graphs; 'auto' on CUDA only; 'compiled' with
             torch.compile.
-        attention: of decode steps, 'plain' or 'varlen' (`chatgpt.rollout.local.attention`); 'auto' is the one of `WAYS`.
+        attention: of decode steps, 'plain' or 'varlen'; 'auto' is that of `WAYS` in `chatgpt.rollout.local.attention`.
         keep: keep cache and steps for the next phase; 'auto' if a GPU has memory left for them.
     """
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
+from chatgpt.rollout.local.masks import MaskForm, Windows
 from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
@@ -255,9 +255,12 @@ class FixedSteps:
             warnings.warn(
                 f'LocalEngine: torch cannot compile this model ({_line(error)}); decoding without', stacklevel=2
             )
-            self.token.copy_(before[0])
-            self.state.copy_(before[1])
-            self._step(*key)
+            self._run_again(before, key)
+
+    def _run_again(self, before: tuple[Tensor, Tensor], key: tuple[int, int]) -> None:
+        self.token.copy_(before[0])
+        self.state.copy_(before[1])
+        self._step(*key)
 
     def _run_watched(self, key: tuple[int, int]) -> None:
         """Runs a plain call as in a capture and checks that a capture is possible, because a failed one leaves torch's
@@ -274,8 +277,7 @@ class FixedSteps:
     def _capture(self, key: tuple[int, int]) -> None:
         """Captures the step and runs it. If the capture fails, continues without graphs."""
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         before, reserved = (self.token.clone(), self.state.clone()), torch.cuda.memory_reserved(self.device)
         index = self.device.index or 0
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
@@ -295,9 +297,7 @@ class FixedSteps:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             torch.cuda.synchronize(self.device)
             self._disable_graphs(_first_cause(error))
-            self.token.copy_(before[0])
-            self.state.copy_(before[1])
-            self._step(*key)
+            self._run_again(before, key)
             return
         self._graphs[key] = graph
         self.graph_bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
@@ -307,16 +307,8 @@ class FixedSteps:
         token, state = self.token[:rows], self.state[:, :rows]
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
-        dtype = self.cache.layers[0].keys.dtype
-        mask: Callable[[], Any] = partial(decode_mask, lengths, slots, self.mask_form, dtype)
-        if self.windows is not None:
-            mask = partial(window_masks, lengths, slots, self.windows, dtype)
-        hidden = self.actor.trunk(
-            token[:, None],
-            position_ids=lengths[:, None],
-            past_key_values=self.cache,
-            **step_keywords(self.attention, mask, lengths),
-        )
+        keywords = step_keywords(self.attention, lengths, slots, self.mask_form, self.cache.dtype, self.windows)
+        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=self.cache, **keywords)
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
         self.tables.write(flat, draw)

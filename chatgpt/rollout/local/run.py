@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +21,10 @@ from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.append import append
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.fixed_step import FixedSteps, Tables, row_bucket, shared_capacity
-from chatgpt.rollout.local.masks import decode_mask, window_masks
 from chatgpt.rollout.local.slot_cache import indices
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.types import FinishReason, Sample
-
-_CAPACITY_STEP = 64
 
 _MIN_SHARED_PREFIX = 16
 """shortest shared prefix, in tokens, that is computed separately from the prompts"""
@@ -68,17 +64,11 @@ class LocalRun:
         self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         self.cache = engine.cache(rows, capacity)
         self.fixed: FixedSteps | None = None
+        size = len(prompts) * self.max_new
         if fixed:
-            self.fixed = engine.fixed(
-                self.cache,
-                self.sampler,
-                self.uniforms,
-                len(prompts) * self.max_new,
-                capture=not no_graph,
-                windows=self.windows,
-            )
-        size, draws = len(prompts) * self.max_new, self.uniforms is not None
-        self.tables = Tables(size, self.device, draws=draws) if self.fixed is None else self.fixed.tables
+            settings: Any = {'capture': not no_graph, 'windows': self.windows}
+            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, size, **settings)
+        self.tables = self.fixed.tables if self.fixed else Tables(size, self.device, draws=sampling.do_sample)
         self.prompt_ids = [tuple(p.ids.tolist()) for p in prompts]
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
@@ -130,8 +120,7 @@ class LocalRun:
             capacity = shared_capacity(needed, self.attention)
             capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
             return self.engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity), capacity
-        at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
-        capacity = max(longest_prompt, min(at_first, self.max_width))
+        capacity = max(longest_prompt, min(shared_capacity(longest_prompt + 64, 'plain'), self.max_width))
         return self.engine.rows_that_fit(wanted, self.max_width), capacity
 
     def loop(self) -> None:
@@ -172,16 +161,9 @@ class LocalRun:
             self.cache.move([0] * num_rows, rows, start)
         else:
             self.run_prompts([self.prefix], [num_rows])
+        new = [list(ids[start:]) for ids in distinct]
         with changing_shapes(self.device):
-            hidden = append(
-                self.actor,
-                self.cache,
-                'together',
-                self.engine._mask_form,
-                first,
-                [start] * len(distinct),
-                [list(ids[start:]) for ids in distinct],
-            )
+            hidden = append(self.actor, self.cache, 'together', self.engine._mask_form, first, [start] * len(new), new)
         logits = self.actor.head(hidden)
         source = [i for i, count in enumerate(copies) for _ in range(count - 1)]
         if not source:
@@ -196,9 +178,8 @@ class LocalRun:
         for samples, logits in filled:
             first = [s * self.max_new + self.began[s] for s in samples]
             stored = [len(self.prompts[s].ids) + self.began[s] for s in samples]
-            places = torch.tensor(
-                [first, stored, [place + self.sampling.min_new_tokens for place in first]], device=self.device
-            )
+            may_end = [place + self.sampling.min_new_tokens for place in first]
+            places = torch.tensor([first, stored, may_end], device=self.device)
             self.free_to_end_from = self.step + self.sampling.min_new_tokens
             token, flags = self.emit(logits, places)
             tokens.append(token)
@@ -250,11 +231,9 @@ class LocalRun:
         if self.attention == 'varlen':
             same_length, width = False, self.cache.capacity
         keywords: dict[str, Any] = {'attention_mask': None}
-        if self.windows is not None:
-            keywords['attention_mask'] = window_masks(lengths, width, self.windows, self.mask_dtype)
-        elif not same_length:
-            mask = partial(decode_mask, lengths, width, self.engine._mask_form, self.mask_dtype)
-            keywords = step_keywords(self.attention, mask, lengths)
+        if self.windows is not None or not same_length:
+            form, dtype = self.engine._mask_form, self.cache.dtype
+            keywords = step_keywords(self.attention, lengths, width, form, dtype, self.windows)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         with changing_shapes(self.device):
             hidden = self.actor.trunk(
@@ -289,10 +268,6 @@ class LocalRun:
             read, samples, step = self.unread.popleft()
             ended = {sample for sample, flag in zip(samples, read(), strict=True) if flag}
             self.retire([sample in ended for sample in self.row_sample], step=step)
-
-    @property
-    def mask_dtype(self) -> torch.dtype:
-        return self.cache.layers[0].keys.dtype
 
     def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
         """Samples and records one token per row. Returns tokens (n,) and which are end tokens, None without end
@@ -350,15 +325,11 @@ class LocalRun:
         self.row_sample = [self.row_sample[row] for row in order]
         self.row_offset = [self.row_offset[row] for row in order]
         self.row_deadline = [self.row_deadline[row] for row in order]
-        if num_live:
-            if holes:
-                self.fill(holes, movers)
-                index = indices(order, self.device)
-                self.state, self.token = self.state[:, index], self.token[index]
-            else:
-                self.state, self.token = self.state[:, :num_live], self.token[:num_live]
-        else:
-            self.state, self.token = self.state[:, :0], self.token[:0]
+        index: Any = slice(num_live)
+        if holes:
+            self.fill(holes, movers)
+            index = indices(order, self.device)
+        self.state, self.token = self.state[:, index], self.token[index]
         self.rows_changed()
 
     def fill(self, holes: list[int], movers: list[int]) -> None:
