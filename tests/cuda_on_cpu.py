@@ -444,7 +444,9 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
             cuda.current = before
 
     @contextmanager
-    def capture(graph: PretendGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    def capture(
+        graph: PretendGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = 'global'
+    ) -> Iterator[None]:
         graph.place = torch.device('cuda', cuda.current) if stream is None else stream.device
         cuda.capturing = graph
         try:
@@ -456,6 +458,13 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
     def stream(device: Any = None, **_: Any) -> Any:
         place = torch.device('cuda', _number(device))
         return SimpleNamespace(device=place, synchronize=lambda: cuda.note('synchronize'))
+
+    class Event:
+        def record(self, stream: Any = None) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            cuda.note('event')
 
     def data(self: Tensor) -> Any:
         return self.detach() if isinstance(self, PretendTensor) else kept_data.__get__(self)  # type: ignore[attr-defined]
@@ -506,5 +515,6 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         (torch.cuda, 'set_stream', lambda stream: None),
         (torch.cuda, 'default_generators', (torch.default_generator,) * cuda.num_devices),
         (torch.cuda, 'CUDAGraph', PretendGraph),
+        (torch.cuda, 'Event', Event),
         (torch.cuda, 'graph', capture),
     ]

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -217,8 +218,15 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     if packing is None:
+        asked: Any = module
+        own = not dropout and kwargs.get('softcap') is None and kwargs.get('position_bias') is None
+        if own and query.shape[2] == 1 and attention_mask is not None and attention_mask.shape[1] == 1:
+            return grouped_attention(query, key, value, attention_mask, scaling)
+        if key.shape[1] != query.shape[1] and _lacks_groups(query):
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+            asked = SimpleNamespace(is_causal=getattr(module, 'is_causal', True))  # has no groups
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            asked, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )[0]
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
         raise ValueError(
@@ -238,6 +246,15 @@ def _attend(
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         out = torch.cat([_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups])
     return (out if packing.computed_index is None else out.index_select(0, packing.computed_index))[None]
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and a mask (n, 1, 1, K) to (n, 1, H, d). The query heads
+    of a group are queries of a single key head, so keys and values are not repeated."""
+    n, heads, _, width = query.shape
+    groups = query.reshape(n, key.shape[1], heads // key.shape[1], width)
+    out = scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(n, 1, heads, value.shape[-1])
 
 
 def _group_attention(
@@ -260,19 +277,29 @@ def _group_attention(
     return flat if index is None else flat.index_select(0, index)
 
 
+def _lacks_groups(query: Tensor) -> bool:
+    """Returns True if only SDPA's maths kernel, which stores the (T, T) scores, takes fewer key heads than query heads:
+    on CUDA in fp32, for more than one query per row."""
+    if not query.is_cuda or query.shape[2] == 1:
+        return False
+    dtype = torch.get_autocast_dtype('cuda') if torch.is_autocast_enabled('cuda') else query.dtype
+    return dtype == torch.float32
+
+
 def _fits_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Returns True if FlashAttention 2 applies: sm80 or newer, 16 bits, heads of one width up to 256."""
+    """Returns True if FlashAttention 2 applies: CUDA, 16 bits, heads of one width, and torch's own conditions for it
+    (sm80 or newer, widths up to 256, and where the backward has too little shared memory, as on sm86 and sm89 above
+    192, no gradients)."""
     d = q.shape[-1]
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.dtype == k.dtype == v.dtype
-        and d == k.shape[-1] == v.shape[-1]
-        and d <= 256
-        and d % 8 == 0
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        and _varlen() is not None
-    )
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        return False
+    return d == k.shape[-1] == v.shape[-1] and d % 8 == 0 and _varlen() is not None and _flash_allows(q, k, v)
+
+
+def _flash_allows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    asked = torch.backends.cuda.SDPAParams(*rows, None, 0.0, True, k.shape[1] != q.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(asked)
 
 
 @cache
@@ -286,22 +313,12 @@ def _varlen() -> Any:
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """Calls FlashAttention, which reads the key head of each group of query heads; torch 2.11 has no flag for it."""
     attend, names = _varlen()
-    keywords: dict[str, Any] = {'window_size': (-1, 0)} if 'window_size' in names else {'is_causal': True}
-    if scaling is not None:
-        if 'scale' in names:
-            keywords['scale'] = scaling
-        else:
-            q = q * (scaling * q.shape[-1] ** 0.5)
-    if k.shape[1] != q.shape[1]:
-        if 'enable_gqa' in names:
-            keywords['enable_gqa'] = True
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    cu = packing.cu_seqlens
-    return attend(
-        q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, packing.max_length, packing.max_length, **keywords
-    )
+    keywords = {'enable_gqa': k.shape[1] != q.shape[1]} if 'enable_gqa' in names else {}
+    cu, longest = packing.cu_seqlens, packing.max_length
+    tensors = (x.contiguous() for x in (q, k, v))
+    return attend(*tensors, cu, cu, longest, longest, window_size=(-1, 0), scale=scaling, **keywords)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -11,6 +11,7 @@ import model_cases
 import pytest
 import torch
 import transformers
+from cuda_on_cpu import pretend_cuda
 from model_cases import OTHERS, SIZES, gradients, model_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -244,29 +245,29 @@ def test_a_model_with_results_that_depend_on_other_sequences_is_refused():
             cls(ahead)
 
 
-def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale=None, enable_gqa=False):
+def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size):
     """Computes `varlen_attn` sequence by sequence: (T, H, d)."""
     assert all(x.is_contiguous() for x in (q, k, v)) and q.dtype == k.dtype == v.dtype
     assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist()
     assert cu_q[-1] == len(q) == len(k) == len(v)
-    assert enable_gqa or q.shape == k.shape
     assert max_q == max_k == max(b - a for a, b in pairwise(cu_q.tolist()))
     parts = []
     for start, end in pairwise(cu_q.tolist()):
         own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        out = scaled_dot_product_attention(*own, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+        out = scaled_dot_product_attention(*own, is_causal=window_size == (-1, 0), scale=scale, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-def first_form(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    """The parameters of torch 2.10."""
-    return per_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal)
+def first_form(query, key, value, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """The parameters of torch 2.11, which does not compare the numbers of heads; its kernel reads groups."""
+    return per_sequence(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
 
 
 def later_form(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
-    """The parameters of torch 2.13, without those of paged caches."""
-    return per_sequence(query, key, value, cu_q, cu_k, max_q, max_k, window_size == (-1, 0), scale, enable_gqa)
+    """The parameters of torch 2.12 and later, without those of paged caches."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return per_sequence(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
 
 
 def use_varlen(monkeypatch, attend) -> list[tuple[torch.dtype, int, int]]:
@@ -309,7 +310,50 @@ def test_the_call_for_variable_lengths(monkeypatch, form, kv_heads):
     calls = fake_varlen(monkeypatch, form)
     for ours, want in zip(attention_of('cpu', torch.float64, kv_heads), plain, strict=True):
         assert torch.allclose(ours, want, atol=1e-9)
-    assert calls == [(torch.float64, 4, 4 if form is first_form else kv_heads)]
+    assert calls == [(torch.float64, 4, kv_heads)]  # no version copies keys and values
+
+
+@pytest.mark.parametrize('allowed', [False, True])
+def test_torch_itself_says_where_flash_attention_may_run(monkeypatch, allowed):
+    """Its backward above a head width of 192 lacks shared memory on sm86 and sm89, among others."""
+    asked = []
+
+    def can_use(params):
+        shapes = [tuple(x.shape) for x in (params.query, params.key)]
+        asked.append((shapes, params.query.requires_grad, params.is_causal, params.enable_gqa))
+        return allowed
+
+    monkeypatch.setattr(torch.backends.cuda, 'can_use_flash_attention', can_use)
+    q, k = (torch.zeros(11, heads, 224, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+    assert not packing_module._fits_varlen(q, k, k) and not asked  # on a CPU
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, 'is_cuda', property(lambda self: True))
+        assert packing_module._fits_varlen(q, k, k) is allowed
+        assert not packing_module._fits_varlen(*(x.float() for x in (q, k, k)))
+    assert asked == [([(1, 4, 11, 224), (1, 2, 11, 224)], True, True, True)]
+
+
+@pytest.mark.parametrize('tokens', [7, 1])
+def test_grouped_heads_in_fp32_do_not_reach_the_maths_kernel(monkeypatch, tokens):
+    """On CUDA only SDPA's maths kernel takes grouped heads in fp32, with memory for the (T, T) scores."""
+    seen = []
+
+    def sdpa(q, k, v, **kwargs):
+        seen.append((q.shape[1], k.shape[1], bool(kwargs.get('enable_gqa'))))
+        return scaled_dot_product_attention(q, k, v, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', sdpa)
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, heads, tokens, 16, generator=g) for heads in (4, 2, 2))
+    module = nn.Module()
+    module.num_key_value_groups = 2
+    want, _ = packed_attention(module, q, k, v, None)
+    with pretend_cuda() as cuda:
+        found, _ = packed_attention(module, *(x.to('cuda:0') for x in (q, k, v)), None)
+        assert torch.equal(found.cpu(), want) or torch.allclose(found.cpu(), want, atol=1e-6)
+        cuda.syncs.clear()
+    on_cpu, on_cuda = seen
+    assert on_cpu == (4, 2, True) and on_cuda == ((4, 4, False) if tokens > 1 else on_cpu)
 
 
 on_flash_attention = pytest.mark.skipif(

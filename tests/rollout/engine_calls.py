@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -77,3 +80,17 @@ def generated_turns(engine: Any, policy: Any, prompts: list[Prompt], sampling: S
     engine.converse(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))), turns)
     engine.end()
     return turns.turns
+
+
+@contextmanager
+def counted_captures() -> Iterator[list[Any]]:
+    """Context that returns the list of captured graphs."""
+    made: list[Any] = []
+
+    def capture(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(graph)
+        return kept(graph, *args, **kwargs)
+
+    kept = torch.cuda.graph
+    with patch.object(torch.cuda, 'graph', capture):
+        yield made

@@ -95,7 +95,7 @@ CUDA = torch.device('cuda', 0)
     ('engine', 'during'),
     [
         (LocalEngine(fixed_steps=False), [False] * 5),
-        (LocalEngine(fixed_steps=True), [False, True, True, True, True]),  # disabled for the prefill only
+        (LocalEngine(fixed_steps=True), [False] * 5),
         (HFEngine(), [False] * 5),
     ],
 )
@@ -153,7 +153,8 @@ class FakeCuda:
                 cuda.generator = state
 
         @contextmanager
-        def graph(graph, pool, stream):
+        def graph(graph, pool, stream, capture_error_mode):
+            assert capture_error_mode == 'thread_local'
             assert pool not in cuda.underway, 'beginAllocateToPool: already recording to mempool_id'
             cuda.captures += 1
             cuda.underway.add(pool)

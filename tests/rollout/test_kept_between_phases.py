@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
+from engine_calls import counted_captures
 from engine_calls import generated as generated_by
 
 from chatgpt.nn import Actor
@@ -36,20 +37,6 @@ def learn(module, by=0.1):
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.mul_(1 + by).add_(by / 10)
-
-
-@contextmanager
-def counted_captures():
-    """Context that returns the list of captured graphs."""
-    made = []
-
-    def capture(graph, *args, **kwargs):
-        made.append(graph)
-        return kept(graph, *args, **kwargs)
-
-    kept = torch.cuda.graph
-    with patch.object(torch.cuda, 'graph', capture):
-        yield made
 
 
 KINDS = {'tied': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}

@@ -11,8 +11,8 @@ from engine_calls import generated, generated_turns, prompts_of, slow_logits, ti
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
+from chatgpt.rollout.local import attention
 from chatgpt.rollout.local import run as local_run
-from chatgpt.rollout.local import slot_cache
 from chatgpt.rollout.local.slot_cache import bytes_per_slot
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
@@ -335,9 +335,9 @@ class TestRefusals:
         """A mask without the window fails the check, but only for sequences beyond the window."""
 
         def without(lengths, width, windows, dtype):
-            return slot_cache.decode_mask(lengths, width, 'additive', dtype)
+            return attention.decode_mask(lengths, width, 'additive', dtype)
 
-        monkeypatch.setattr(slot_cache, 'window_masks', without)
+        monkeypatch.setattr(attention, 'window_masks', without)
         model = tiny_of('Mistral', sliding_window=16)
         with pytest.raises(ValueError, match="attention window of 16, beyond which its decode.*use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))

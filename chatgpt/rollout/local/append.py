@@ -51,7 +51,7 @@ def append(
     if mask_form == 'boolean':
         mask = decode_mask(positions[:, -1], width, mask_form, torch.bool)
     else:
-        seen = decode_mask(positions.flatten(), width, mask_form, cache.layers[0].keys.dtype)
+        seen = decode_mask(positions.flatten(), width, mask_form, cache.dtype)
         mask = seen.view(len(new), 1, longest, width)
     hidden = actor.trunk(input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache)
     return hidden[torch.arange(len(new), device=device), count - 1]

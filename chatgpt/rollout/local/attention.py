@@ -1,41 +1,49 @@
-"""Attention of one new token per row over the slots of a cache, in the fastest available form.
+"""Attention of one new token per row over the slots of a cache, and the table of ways to decode.
 
-- `plain`: transformers' own, with a mask of valid slots; it may repeat keys and values for every query head.
-- `grouped`: with the same mask; the query heads of a group are queries of a single key head.
-- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, which reads only the
-  valid slots of a row. A row of the cache is one page, so its width is a multiple of 256.
+- `plain`: the model's own, with a mask of valid slots. That of `chatgpt.nn.packing` repeats no keys for query heads.
+- `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, from torch 2.12 on,
+  which reads only the valid slots of a row. A row of the cache is one page, so its width is a multiple of 256.
 
-The latter two are passed to the attention of `chatgpt.nn.packing`; `find_attention` compares decoded states with a
-plain forward.
+`find_attention` compares the states that are decoded over pages with a plain forward.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from chatgpt.nn.packing import packs
 from chatgpt.nn.trunk import base_model
+from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
 
-AttentionForm = Literal['plain', 'grouped', 'varlen']
+AttentionForm = Literal['plain', 'varlen']
 FORMS: tuple[AttentionForm, ...] = get_args(AttentionForm)
+
+
+class Way(NamedTuple):
+    """How tokens are decoded on a kind of device."""
+
+    fixed: bool
+    """in steps of fixed shape, on CUDA as captured graphs"""
+    attention: AttentionForm
+    """if the model, its dtype, the GPU and torch support it and it agrees with a plain forward; else 'plain'"""
+
+
+WAYS = {'cuda': Way(True, 'varlen'), 'cpu': Way(False, 'plain')}
+"""the way of each kind of device, unless the caller names another"""
 
 PAGE = 256
 """FlashAttention requires a multiple of this as the number of slots of a page"""
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Maps query (n, H, 1, d), key and value (n, H_kv, K, d) and an additive mask (n, 1, 1, K) to (n, 1, H, d)."""
-    n, heads, _, width = query.shape
-    groups = query.reshape(n, key.shape[1], heads // key.shape[1], width)
-    out = scaled_dot_product_attention(groups, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(n, 1, heads, value.shape[-1])
+def way_of(device: torch.device) -> Way:
+    return WAYS.get(device.type, WAYS['cpu'])
 
 
 class PagedAttention:
@@ -46,7 +54,10 @@ class PagedAttention:
         self.counts, self.rows = counts, rows
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-        """Takes the arguments of `grouped_attention` and ignores the mask."""
+        """Takes the arguments of `chatgpt.nn.packing.grouped_attention` and ignores the mask.
+
+        Without groups, kernels that divide the slots of a row into splits write every row's result onto the first row
+        (pytorch#194167), so there is one split."""
         attend, slots = paged_varlen(), key.shape[2]
         assert attend is not None
         out = attend(
@@ -61,69 +72,65 @@ class PagedAttention:
             enable_gqa=True,
             seqused_k=self.counts,
             block_table=self.rows[:-1, None],
+            num_splits=1 if query.shape[1] == key.shape[1] else None,
         )
         return out[:, None]
 
 
 @cache
 def paged_varlen() -> Callable[..., Any] | None:
-    """Returns torch's FlashAttention for variable lengths if it supports pages (torch 2.11 on), else None."""
+    """Returns torch's FlashAttention for variable lengths if it supports pages (torch 2.12 on), else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    names = {'scale', 'enable_gqa', 'seqused_k', 'block_table'}
+    names = {'scale', 'enable_gqa', 'seqused_k', 'block_table', 'num_splits'}
     return varlen_attn if names <= inspect.signature(varlen_attn).parameters.keys() else None
 
 
-def step_keywords(form: AttentionForm, mask: Callable[[], Tensor], lengths: Tensor) -> dict[str, Any]:
+def step_keywords(
+    form: AttentionForm, lengths: Tensor, width: int, mask_form: MaskForm, dtype: torch.dtype, windows: Windows | None
+) -> dict[str, Any]:
     """Returns the keyword arguments of a decode step's forward for this attention.
 
-    mask: makes the mask of valid slots. lengths: (n,) int64, number of tokens stored before the new one.
+    lengths: (n,) int64, number of tokens stored before the new one. width: number of slots that a mask covers.
     """
-    if form == 'plain':
-        return {'attention_mask': mask()}
-    if form == 'grouped':
-        return {'attention_mask': mask(), 'attend': grouped_attention}
-    # transformers passes on a mask of four dimensions unchanged, and this attention ignores it
-    unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
-    return {'attention_mask': unread, 'attend': PagedAttention((lengths + 1).int())}
+    if form == 'varlen':
+        # transformers passes on a mask of four dimensions unchanged, and this attention ignores it
+        unread = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=lengths.device)
+        return {'attention_mask': unread, 'attend': PagedAttention((lengths + 1).int())}
+    if windows is not None:
+        return {'attention_mask': window_masks(lengths, width, windows, dtype)}
+    return {'attention_mask': decode_mask(lengths, width, mask_form, dtype)}
 
 
-def why_not(form: AttentionForm, actor: Any) -> str:
-    """Returns why this form is not supported for a model on its device, or ''. Does not run it."""
-    if form == 'plain':
-        return ''
+def why_no_pages(actor: Any) -> str:
+    """Returns why attention over pages does not support a model on its device, or ''."""
+    parameter = next(actor.parameters())
     if not packs(base_model(actor.model)):
         return f'{type(actor.model).__name__} has an attention of its own kind, or with windows, biases or soft caps'
-    if form == 'varlen':
-        parameter = next(actor.parameters())
-        if not parameter.is_cuda or parameter.dtype not in (torch.float16, torch.bfloat16):
-            return f'it needs CUDA and 16 bits, and the policy is {parameter.dtype} on {parameter.device.type}'
-        if torch.cuda.get_device_capability(parameter.device) < (8, 0):
-            return 'the GPU is older than Ampere'
-        if paged_varlen() is None:
-            return f'torch {torch.__version__} has no varlen_attn with pages'
-    return ''
+    if not parameter.is_cuda or parameter.dtype not in (torch.float16, torch.bfloat16):
+        return f'it needs CUDA and 16 bits, and the policy is {parameter.dtype} on {parameter.device.type}'
+    return '' if torch.cuda.get_device_capability(parameter.device) >= (8, 0) else 'the GPU is older than Ampere'
 
 
-def find_attention(
-    wanted: str, actor: Any, *, calls_compiled: bool, disagrees: Callable[[AttentionForm], str]
-) -> AttentionForm:
+def find_attention(wanted: str, actor: Any, disagrees: Callable[[AttentionForm], str]) -> AttentionForm:
     """Returns the form of attention for decode steps. Raises ValueError if the wanted form is not supported.
 
     Args:
-        wanted: one of `FORMS`, or 'auto': the last supported one on CUDA or if steps are compiled, else the plain one.
+        wanted: one of `FORMS`, or 'auto' for that of `WAYS`, with a warning if it is missing in this torch or does not
+            agree.
         disagrees: tries a form and returns why its states differ from a plain forward, or ''.
     """
-    if wanted == 'auto':
-        if next(actor.parameters()).is_cuda or calls_compiled:
-            for form in reversed(FORMS[1:]):
-                if not why_not(form, actor) and not disagrees(form):
-                    return form
+    form = way_of(next(actor.parameters()).device).attention if wanted == 'auto' else wanted
+    if form == 'plain':
         return 'plain'
-    form = next(f for f in FORMS if f == wanted)
-    why = why_not(form, actor) or (disagrees(form) if form != 'plain' else '')
-    if why:
+    why = unsupported = why_no_pages(actor)
+    if not why:
+        lacks = f'torch {torch.__version__} has no varlen_attn with pages'
+        why = lacks if paged_varlen() is None else disagrees('varlen')
+    if why and wanted != 'auto':
         raise ValueError(f"LocalEngine: attention={wanted!r} cannot be had: {why}; use attention='auto'")
-    return form
+    if why and not unsupported:
+        warnings.warn(f"LocalEngine: attention='plain', which reads every slot: {why}", stacklevel=2)
+    return 'plain' if why else 'varlen'

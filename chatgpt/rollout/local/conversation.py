@@ -19,7 +19,6 @@ from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Turns, changing_shapes
 from chatgpt.rollout.local.append import AppendForm, append
-from chatgpt.rollout.local.fixed_step import Tables
 from chatgpt.rollout.local.run import LocalRun
 
 
@@ -41,8 +40,6 @@ class Conversation(LocalRun):
         self.min_refill = max(1, engine.min_refill * self.max_live // engine.max_batch_size)
         self.limits = list(rooms)  # of the current turn
         self.idle_slot = self.max_width  # after the last token that a sequence can store
-        size, draws = len(rooms) * self.max_new, self.uniforms is not None
-        self.tables = Tables(size, self.device, draws=draws) if self.fixed is None else self.fixed.tables
         self.transcripts: list[list[int]] = [p.ids.tolist() for p in call.prompts]
         self.stored = [0] * len(rooms)  # number of cached tokens of each parked sequence
         self.parked: set[int] = set()  # sequences with a cache row between two turns
@@ -54,7 +51,8 @@ class Conversation(LocalRun):
         while self.queue or self.row_sample:
             free = self.max_live - len(self.row_sample)
             if self.queue and (not self.row_sample or free >= self.min_refill):
-                self.admit(free)
+                self.settle()
+                self.admit(self.max_live - len(self.row_sample))
             else:
                 self.decode()
 
@@ -138,12 +136,6 @@ class Conversation(LocalRun):
 
     # ------------------------------------------------------------------ sequences that leave
 
-    def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
-        result = super().emit(logits, state)
-        place, draw = self.records.pop()
-        self.tables.write(place, draw)
-        return result
-
     def compact(self, survivors: list[int]) -> None:
         """Parks the sequences of all other rows, because their turns have ended, and moves the survivors together."""
         staying = {self.row_sample[row] for row in survivors}
@@ -166,7 +158,7 @@ class Conversation(LocalRun):
         with torch.inference_mode(False):
             firsts = [s * self.max_new + self.began[s] for s in samples]
             places = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)]).to(self.device)
-            columns = [column[places].cpu().split(counts) for column in self.tables.columns()]
+            columns = [column[places].cpu().split(counts) for column in self.tables.columns]
             for sample, ids, logprobs, filtered, edges in zip(samples, *columns, strict=True):
                 bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
                 if len(bad):

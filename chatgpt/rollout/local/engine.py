@@ -25,7 +25,7 @@ from chatgpt.nn.trunk import addresses, plain_settings, row_limit, sharding_grou
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
-from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
+from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention, way_of
 from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
@@ -70,7 +70,7 @@ class LocalEngine(CheckedEngine):
         refill_fraction: waiting prompts enter when this fraction of the rows is free.
         fixed_steps: decode in fixed shapes, on CUDA as captured graphs; 'auto' on CUDA only; 'compiled' with
             torch.compile.
-        attention: of decode steps, one of `FORMS` in `chatgpt.rollout.local.attention`; 'auto' is the plain one on CPU.
+        attention: of decode steps, 'plain' or 'varlen'; 'auto' is that of `WAYS` in `chatgpt.rollout.local.attention`.
         keep: keep cache and steps for the next phase; 'auto' if a GPU has memory left for them.
     """
 
@@ -83,7 +83,7 @@ class LocalEngine(CheckedEngine):
         max_prefill_tokens: int = 16384,
         refill_fraction: float = 0.125,
         fixed_steps: bool | Literal['auto', 'compiled'] = 'auto',
-        attention: AttentionForm | Literal['auto'] = 'auto',
+        attention: AttentionForm | Literal['auto', 'grouped'] = 'auto',
         keep: bool | Literal['auto'] = 'auto',
     ) -> None:
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
@@ -93,14 +93,15 @@ class LocalEngine(CheckedEngine):
             )
         for name, value, known in (
             ('fixed_steps', fixed_steps, (True, False, 'auto', 'compiled')),
-            ('attention', attention, ('auto', *FORMS)),
+            ('attention', attention, ('auto', *FORMS, 'grouped')),
             ('keep', keep, (True, False, 'auto')),
         ):
             if value not in known:
                 raise ValueError(f'LocalEngine: {name}={value!r} is not one of {", ".join(map(repr, known))}')
         self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
-        self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep
+        self.fixed_steps, self.keep = fixed_steps, keep
+        self.attention = 'plain' if attention == 'grouped' else attention  # another name of it
         self.keeping = False
         """True if cache and steps of this phase are kept for the next"""
         self.attention_form: AttentionForm = 'plain'
@@ -112,7 +113,7 @@ class LocalEngine(CheckedEngine):
         self._window_error: str | None = None
         """why decoding beyond the attention window is wrong, '' if it is correct, None if not checked yet"""
         self._checked: Any = None
-        self._fixed: FixedSteps | None = None
+        self._steps: list[FixedSteps] = []  # those of the newest samplings first
         self._kept_for: tuple[Any, Any] | None = None
         """the actor that the steps were made for, and its properties that must be unchanged for their reuse"""
         self._held_bytes: int | None = None  # memory held at the end of the latest phase
@@ -154,23 +155,19 @@ class LocalEngine(CheckedEngine):
                         f'forward ({why}); use fixed_steps=False'
                     )
                 self._steps_agree = not why
-            self.attention_form = find_attention(
-                self.attention,
-                actor,
-                calls_compiled=self.fixed_steps == 'compiled',
-                disagrees=partial(attention_disagrees, actor, self._mask_form),
-            )
+            disagrees = partial(attention_disagrees, actor, self._mask_form)
+            self.attention_form = find_attention(self.attention, actor, disagrees)
 
     def wants_fixed(self, device: torch.device) -> bool:
         """Returns True if steps of fixed shape are enabled and the model decodes correctly in them."""
-        wanted = device.type == 'cuda' if self.fixed_steps == 'auto' else bool(self.fixed_steps)
+        wanted = way_of(device).fixed if self.fixed_steps == 'auto' else bool(self.fixed_steps)
         return wanted and self._steps_agree
 
     def _keep_steps_of(self, actor: Actor) -> None:
         """Drops kept steps unless they were made for this actor."""
         kept, self._kept_for = self._kept_for, None
         if kept is None or kept[0]() is not actor or kept[1] != (addresses(actor), plain_settings(actor)):
-            self._fixed = None
+            self._steps = []
 
     def _may_keep(self, device: torch.device) -> bool:
         if self.keep != 'auto':
@@ -185,7 +182,7 @@ class LocalEngine(CheckedEngine):
         """Returns the memory of cache and graphs, and of the actor if it is a copy for generation."""
         parameters = list(self._actor.parameters())
         copied = 0 if any(p.requires_grad for p in parameters) else sum(p.nbytes for p in parameters)
-        return copied + (self._cache.nbytes if self._cache else 0) + (self._fixed.graph_bytes if self._fixed else 0)
+        return copied + (self._cache.nbytes if self._cache else 0) + sum(steps.graph_bytes for steps in self._steps)
 
     def check(self, config: Any, call: Call) -> list[int]:
         """See `check_local`. The first time that sequences exceed the model's attention window, decoding beyond it is
@@ -257,8 +254,7 @@ class LocalEngine(CheckedEngine):
         try:
             yield
         except BaseException:
-            self._record_capture_failure()
-            self._cache = self._fixed = None
+            self.release()
             raise
 
     def end(self) -> None:
@@ -267,18 +263,26 @@ class LocalEngine(CheckedEngine):
         if actor is not None:
             self._held_bytes = self._bytes_held()
         super().end()
-        self._record_capture_failure()
         self._packed = None
         if not self.keeping:
-            self._cache = self._fixed = None
-        elif self._fixed is not None and actor is not None:
+            self.release()
+            return
+        self._record_capture_failure()
+        if self._steps and actor is not None:
             self._kept_for = weakref.ref(actor), (addresses(actor), plain_settings(actor))
-            self._fixed.release_actor()
+            for steps in self._steps:
+                steps.release_actor()
 
     def release(self) -> None:
         """Frees cache and steps."""
         self._record_capture_failure()
-        self._cache = self._fixed = self._kept_for = None
+        self._cache = self._kept_for = None
+        self._steps = []
+
+    @property
+    def _fixed(self) -> FixedSteps | None:
+        """The steps of the latest call, or None."""
+        return self._steps[0] if self._steps else None
 
     def captures(self, device: torch.device) -> bool:
         """Returns True if steps of fixed shape are captured as CUDA graphs."""
@@ -286,14 +290,14 @@ class LocalEngine(CheckedEngine):
 
     def _record_capture_failure(self) -> None:
         """Remembers a failed capture, so that later steps do not try again."""
-        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed.capture_failed)
+        self._can_capture = self._can_capture and not any(steps.capture_failed for steps in self._steps)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """Returns a cache of at least this size for a new call."""
         cache = self._cache
         if cache is None or rows > cache.rows or capacity > cache.capacity:
             wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
-            self._cache = self._fixed = None  # freed before the new one is allocated
+            self._cache, self._steps = None, []  # freed before the new one is allocated
             self._cache = cache = SlotCache(*wider)
         return cache
 
@@ -331,11 +335,13 @@ class LocalEngine(CheckedEngine):
         capture: bool,
         windows: Windows | None = None,
     ) -> FixedSteps:
-        """Returns steps of fixed shape; those of an earlier call, with their graphs, if they fit."""
-        if self._fixed is None or not self._fixed.fits(cache, sampler, size, windows):
+        """Returns steps of fixed shape; those of an earlier call, with their graphs, if they fit. The steps of two
+        samplings are kept, such as those of a run and of its evaluation."""
+        steps = next((s for s in self._steps if s.fits(cache, sampler, size, windows)), None)
+        if steps is None:
             self._record_capture_failure()
             device = sampler.end_ids.device
-            self._fixed = FixedSteps(
+            steps = FixedSteps(
                 self._actor,
                 sampler,
                 cache,
@@ -347,5 +353,6 @@ class LocalEngine(CheckedEngine):
                 compiled=self.fixed_steps == 'compiled',
                 windows=windows,
             )
-        self._fixed.start_call(self._actor, uniforms)
-        return self._fixed
+        self._steps = [steps, *(s for s in self._steps if s is not steps)][:2]
+        steps.start_call(self._actor, uniforms)
+        return steps

@@ -1,10 +1,11 @@
 """A decode step with a fixed number of rows and slots on tensors at fixed addresses, which a CUDA graph can capture.
 
 A step runs trunk, head, sampling, recording and bookkeeping for `rows` rows; idle rows write to places that are never
-read. Rows and slots are rounded to buckets, with one graph per pair, captured at its second use. The first use is a
-plain call under `HostWatch`: a model that copies numbers from the host, or waits for the device, gets no graphs. A step
-may also be compiled by torch, with symbolic rows and slots and with weights as inputs, so that buckets and phases share
-the compiled code; on CUDA the compiled step is then captured. If torch cannot compile a model, its step stays plain.
+read. Rows and slots are rounded to buckets, with one graph per pair, captured at its second use; attention over pages
+has one bucket of slots. The first use is a plain call under `HostWatch`: a model that copies numbers from the host, or
+waits for the device, gets no graphs. A step may also be compiled by torch, with symbolic rows and slots and with
+weights as inputs, so that buckets and phases share the compiled code; on CUDA the compiled step is then captured. If
+torch cannot compile a model, its step stays plain.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks
+from chatgpt.rollout.local.masks import MaskForm, Windows
 from chatgpt.rollout.local.slot_cache import SlotCache
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
-SLOTS = 256
-"""widths are multiples of this, like pages of attention"""
 SMALL_ROWS = 32
 """row buckets are powers of two up to this number, and multiples of it above"""
 WARM_UPS = 1
@@ -51,29 +50,31 @@ def shared_capacity(slots: int, attention: AttentionForm) -> int:
 
 
 def slot_bucket(width: int, capacity: int) -> int:
-    """Rounds the number of slots up to 256, 512, ..., at most `capacity`."""
-    return min(-(-width // SLOTS) * SLOTS, capacity)
+    """Rounds the number of slots up to 1, 2, 3, 4, 6, 8, 12, 16, ... times 256, at most `capacity`."""
+    pages = -(-width // PAGE)
+    power = 1 << (pages - 1).bit_length()
+    return min((power if 4 * pages > 3 * power else 3 * power // 4) * PAGE, capacity)
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """Returns this process's stream for captures: cuBLAS keeps a workspace for each stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 class Tables:
     """Flat tables of draws by sample and position, with an additional place for idle rows."""
 
     def __init__(self, size: int, device: torch.device, *, draws: bool) -> None:
-        self.token = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        self.logprob = torch.zeros(size + 1, device=device)
-        self.filtered_logprob = torch.zeros(size + 1, device=device)
-        self.edge_distance = torch.full((size + 1,), 0.0 if draws else 1.0, device=device)
-
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.token, self.logprob, self.filtered_logprob, self.edge_distance
+        ids, edges = torch.zeros(size + 1, dtype=torch.int64, device=device), 0.0 if draws else 1.0
+        numbers = (torch.full((size + 1,), value, device=device) for value in (0.0, 0.0, edges))
+        self.columns = Draw(ids, *numbers)
 
     def write(self, places: Tensor, draw: Draw) -> None:
         """Writes draws to places, (n,) int64."""
-        self.token.index_copy_(0, places, draw.token)
-        self.logprob.index_copy_(0, places, draw.logprob)
-        self.filtered_logprob.index_copy_(0, places, draw.filtered_logprob)
-        if draw.edge_distance is not None:
-            self.edge_distance.index_copy_(0, places, draw.edge_distance)
+        for column, values in zip(self.columns, draw, strict=True):
+            if values is not None:
+                column.index_copy_(0, places, values)
 
 
 _SYNCHRONIZING = frozenset(
@@ -174,7 +175,6 @@ class FixedSteps:
         self._graphs: dict[tuple[int, int], Any] = {}
         self._uses: dict[tuple[int, int], int] = {}
         self._pool: Any = None
-        self._side_stream: Any = None
         self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
 
     def fits(self, cache: SlotCache, sampler: TokenSampler, size: int, windows: Windows | None) -> bool:
@@ -208,8 +208,9 @@ class FixedSteps:
         """
         # torch would compile separately for a single row
         least = min(2, self.cache.rows) if self.compiled else 1
-        rows, slots = row_bucket(max(live, least), self.cache.rows), slot_bucket(width, self.cache.capacity)
-        key = rows, slots
+        whole = self.cache.capacity  # attention over pages reads only the valid slots
+        slots = whole if self.attention == 'varlen' else slot_bucket(width, whole)
+        key = row_bucket(max(live, least), self.cache.rows), slots
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -223,7 +224,23 @@ class FixedSteps:
             with torch.cuda.device(self.device):
                 self._capture(key)
         else:
-            self._step(rows, slots)
+            self._step(*key)
+
+    def read_ended(self, live: int) -> Callable[[], list[bool]]:
+        """Returns a function that returns which of the first rows ended in this step. On CUDA the copy to the host is
+        only queued now, and the function waits for it."""
+        if self.device.type != 'cuda':
+            ended = self.ended[:live].tolist()
+            return lambda: ended
+        host, event = torch.empty(live, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        host.copy_(self.ended[:live], non_blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+
+        def read() -> list[bool]:
+            event.synchronize()
+            return host.tolist()
+
+        return read
 
     def _run_compiled(self, key: tuple[int, int]) -> None:
         """Runs a compiled call. If torch cannot compile the model, continues with the plain step."""
@@ -238,9 +255,12 @@ class FixedSteps:
             warnings.warn(
                 f'LocalEngine: torch cannot compile this model ({_line(error)}); decoding without', stacklevel=2
             )
-            self.token.copy_(before[0])
-            self.state.copy_(before[1])
-            self._step(*key)
+            self._run_again(before, key)
+
+    def _run_again(self, before: tuple[Tensor, Tensor], key: tuple[int, int]) -> None:
+        self.token.copy_(before[0])
+        self.state.copy_(before[1])
+        self._step(*key)
 
     def _run_watched(self, key: tuple[int, int]) -> None:
         """Runs a plain call as in a capture and checks that a capture is possible, because a failed one leaves torch's
@@ -257,16 +277,16 @@ class FixedSteps:
     def _capture(self, key: tuple[int, int]) -> None:
         """Captures the step and runs it. If the capture fails, continues without graphs."""
         graph = torch.cuda.CUDAGraph()
-        self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         before, reserved = (self.token.clone(), self.state.clone()), torch.cuda.memory_reserved(self.device)
         index = self.device.index or 0
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
         try:
-            # torch's own side stream is on the device of the first graph, so on another device it would record nothing
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
+            # torch's own side stream is on the device of the first graph, so on another device it would record nothing;
+            # other threads, such as those that lock pages or watch collectives, may go on
+            side = _side_stream(self.device)
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode='thread_local'):
                 self._step(*key)
         except RuntimeError as error:
             # A failed capture leaves its side stream current, the generator in capture mode, and (torch before 2.12,
@@ -277,9 +297,7 @@ class FixedSteps:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             torch.cuda.synchronize(self.device)
             self._disable_graphs(_first_cause(error))
-            self.token.copy_(before[0])
-            self.state.copy_(before[1])
-            self._step(*key)
+            self._run_again(before, key)
             return
         self._graphs[key] = graph
         self.graph_bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
@@ -289,16 +307,8 @@ class FixedSteps:
         token, state = self.token[:rows], self.state[:, :rows]
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
-        dtype = self.cache.layers[0].keys.dtype
-        mask: Callable[[], Any] = partial(decode_mask, lengths, slots, self.mask_form, dtype)
-        if self.windows is not None:
-            mask = partial(window_masks, lengths, slots, self.windows, dtype)
-        hidden = self.actor.trunk(
-            token[:, None],
-            position_ids=lengths[:, None],
-            past_key_values=self.cache,
-            **step_keywords(self.attention, mask, lengths),
-        )
+        keywords = step_keywords(self.attention, lengths, slots, self.mask_form, self.cache.dtype, self.windows)
+        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=self.cache, **keywords)
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
         self.tables.write(flat, draw)

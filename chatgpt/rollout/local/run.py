@@ -8,8 +8,7 @@ change a token only by rounding. Work per token is done on tensors; Python handl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +20,11 @@ from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.append import append
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
-from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
-from chatgpt.rollout.local.masks import decode_mask, window_masks
+from chatgpt.rollout.local.fixed_step import FixedSteps, Tables, row_bucket, shared_capacity
+from chatgpt.rollout.local.slot_cache import indices
 from chatgpt.rollout.randomness import sample_keys, uniforms
-from chatgpt.rollout.sampling import Draw, TokenSampler
+from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.types import FinishReason, Sample
-
-_CAPACITY_STEP = 64
 
 _MIN_SHARED_PREFIX = 16
 """shortest shared prefix, in tokens, that is computed separately from the prompts"""
@@ -67,19 +64,17 @@ class LocalRun:
         self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         self.cache = engine.cache(rows, capacity)
         self.fixed: FixedSteps | None = None
+        size = len(prompts) * self.max_new
         if fixed:
-            self.fixed = engine.fixed(
-                self.cache,
-                self.sampler,
-                self.uniforms,
-                len(prompts) * self.max_new,
-                capture=not no_graph,
-                windows=self.windows,
-            )
+            settings: Any = {'capture': not no_graph, 'windows': self.windows}
+            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, size, **settings)
+        self.tables = self.fixed.tables if self.fixed else Tables(size, self.device, draws=sampling.do_sample)
         self.prompt_ids = [tuple(p.ids.tolist()) for p in prompts]
         self.prefix = self._shared_prefix()
         self.fixed_loaded = False
         self.idle_slot = 0  # slot in which idle rows of a fixed shape write
+        self.unread: deque[tuple[Callable[[], list[bool]], list[int], int]] = deque()
+        """of steps of fixed shape: a function that returns which rows ended, the samples of the rows, the step"""
         # live rows
         self.row_sample: list[int] = []
         self.row_offset: list[int] = []  # offset + step = number of stored tokens after the step
@@ -94,7 +89,6 @@ class LocalRun:
         self.longest_offset = self.shortest_offset = 0
         self.free_to_end_from = 0  # step from which every live row may end
         # results
-        self.records: list[tuple[Tensor, Draw]] = []
         self.began = [0] * len(prompts)  # number of tokens between the prompt and the current turn
         self.num_tokens = [0] * len(prompts)
         self.reasons: list[FinishReason] = ['length'] * len(prompts)
@@ -126,15 +120,15 @@ class LocalRun:
             capacity = shared_capacity(needed, self.attention)
             capacity = max(needed, min(capacity, row_limit(self.actor.model.config) or capacity))
             return self.engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity), capacity
-        at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
-        capacity = max(longest_prompt, min(at_first, self.max_width))
+        capacity = max(longest_prompt, min(shared_capacity(longest_prompt + 64, 'plain'), self.max_width))
         return self.engine.rows_that_fit(wanted, self.max_width), capacity
 
     def loop(self) -> None:
         while self.queue or self.row_sample:
             free = self.max_rows - len(self.row_sample)
             if self.queue and (not self.row_sample or free >= min(self.min_refill, len(self.queue))):
-                self.admit(free)
+                self.settle()
+                self.admit(self.max_rows - len(self.row_sample))
             else:
                 self.decode()
 
@@ -167,16 +161,9 @@ class LocalRun:
             self.cache.move([0] * num_rows, rows, start)
         else:
             self.run_prompts([self.prefix], [num_rows])
+        new = [list(ids[start:]) for ids in distinct]
         with changing_shapes(self.device):
-            hidden = append(
-                self.actor,
-                self.cache,
-                'together',
-                self.engine._mask_form,
-                first,
-                [start] * len(distinct),
-                [list(ids[start:]) for ids in distinct],
-            )
+            hidden = append(self.actor, self.cache, 'together', self.engine._mask_form, first, [start] * len(new), new)
         logits = self.actor.head(hidden)
         source = [i for i, count in enumerate(copies) for _ in range(count - 1)]
         if not source:
@@ -191,9 +178,8 @@ class LocalRun:
         for samples, logits in filled:
             first = [s * self.max_new + self.began[s] for s in samples]
             stored = [len(self.prompts[s].ids) + self.began[s] for s in samples]
-            places = torch.tensor(
-                [first, stored, [place + self.sampling.min_new_tokens for place in first]], device=self.device
-            )
+            may_end = [place + self.sampling.min_new_tokens for place in first]
+            places = torch.tensor([first, stored, may_end], device=self.device)
             self.free_to_end_from = self.step + self.sampling.min_new_tokens
             token, flags = self.emit(logits, places)
             tokens.append(token)
@@ -236,20 +222,18 @@ class LocalRun:
         self.step += 1
         width = self.longest_offset + self.step
         if self.fixed is not None:
-            self.retire(self.decode_fixed(self.fixed, width))
+            self.decode_fixed(self.fixed, width)
             return
         if width > self.cache.capacity:
             self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
         lengths = self.state[1]
         same_length = self.longest_offset == self.shortest_offset
         if self.attention == 'varlen':
-            same_length, width = False, slot_bucket(width, self.cache.capacity)
+            same_length, width = False, self.cache.capacity
         keywords: dict[str, Any] = {'attention_mask': None}
-        if self.windows is not None:
-            keywords['attention_mask'] = window_masks(lengths, width, self.windows, self.mask_dtype)
-        elif not same_length:
-            mask = partial(decode_mask, lengths, width, self.engine._mask_form, self.mask_dtype)
-            keywords = step_keywords(self.attention, mask, lengths)
+        if self.windows is not None or not same_length:
+            form, dtype = self.engine._mask_form, self.cache.dtype
+            keywords = step_keywords(self.attention, lengths, width, form, dtype, self.windows)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         with changing_shapes(self.device):
             hidden = self.actor.trunk(
@@ -259,19 +243,31 @@ class LocalRun:
         self.state = self.state + self.increment
         self.retire(flags)
 
-    def decode_fixed(self, steps: FixedSteps, width: int) -> list[bool] | None:
-        """As `decode`, by a step of fixed shape. Returns which rows ended."""
+    def decode_fixed(self, steps: FixedSteps, width: int) -> None:
+        """As `decode`, by a step of fixed shape. On CUDA the end tokens of a step are read after the next one has been
+        queued, so that the device need not wait for the host; a row that has ended then decodes one token more, which
+        is not counted."""
         live = len(self.row_sample)
         if not self.fixed_loaded:
             steps.load(self.token, self.state, self.idle_slot)
             self.fixed_loaded = True
-        steps.run(live, width)
+        with changing_shapes(self.device):
+            steps.run(live, width)
         self.token, self.state = steps.token[:live], steps.state[:, :live]
-        return steps.ended[:live].tolist() if len(self.sampling.eos_token_ids) > 0 else None
+        if not self.sampling.eos_token_ids:
+            self.retire(None)
+            return
+        self.unread.append((steps.read_ended(live), self.row_sample, self.step))
+        # a token more than the deadline would be stored in the place of another sample
+        late = self.device.type == 'cuda' and self.sampling.stop is None and self.step < self.next_deadline
+        self.settle(int(late))
 
-    @property
-    def mask_dtype(self) -> torch.dtype:
-        return self.cache.layers[0].keys.dtype
+    def settle(self, num_unread: int = 0) -> None:
+        """Retires the rows that have ended in steps of fixed shape, but for the newest `num_unread` steps."""
+        while len(self.unread) > num_unread:
+            read, samples, step = self.unread.popleft()
+            ended = {sample for sample, flag in zip(samples, read(), strict=True) if flag}
+            self.retire([sample in ended for sample in self.row_sample], step=step)
 
     def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
         """Samples and records one token per row. Returns tokens (n,) and which are end tokens, None without end
@@ -281,16 +277,18 @@ class LocalRun:
         can_end = len(self.sampling.eos_token_ids) > 0
         no_end_mask = flat < state[2] if can_end and self.step < self.free_to_end_from else None
         draw = self.sampler(logits, uniform, no_end_mask)
-        self.records.append((flat, draw))
+        self.tables.write(flat, draw)
         return draw.token, self.sampler.is_end(draw.token).tolist() if can_end else None
 
-    def retire(self, ended: list[bool] | None, first_new: int = 0) -> None:
+    def retire(self, ended: list[bool] | None, first_new: int = 0, step: int | None = None) -> None:
         """Removes finished rows.
 
-        ended: True for rows with an end token as their newest token. first_new: the first row with a new token.
+        ended: True for rows with an end token as the token of `step`, by default the newest. first_new: the first row
+        with a new token.
         """
+        step = self.step if step is None else step
         stopped = self.check_stop(ended, first_new) if self.sampling.stop is not None else None
-        if self.step < self.next_deadline and stopped is None and (ended is None or True not in ended):
+        if step < self.next_deadline and stopped is None and (ended is None or True not in ended):
             return
         survivors = []
         for row, sample in enumerate(self.row_sample):
@@ -298,10 +296,10 @@ class LocalRun:
                 self.reasons[sample] = 'eos'
             elif stopped is not None and stopped[row]:
                 self.reasons[sample] = 'stop'
-            elif self.row_deadline[row] > self.step:
+            elif self.row_deadline[row] > step:
                 survivors.append(row)
                 continue
-            self.num_tokens[sample] = self.limits[sample] - (self.row_deadline[row] - self.step)
+            self.num_tokens[sample] = self.limits[sample] - (self.row_deadline[row] - step)
         if len(survivors) < len(self.row_sample):
             self.compact(survivors)
 
@@ -327,15 +325,11 @@ class LocalRun:
         self.row_sample = [self.row_sample[row] for row in order]
         self.row_offset = [self.row_offset[row] for row in order]
         self.row_deadline = [self.row_deadline[row] for row in order]
-        if num_live:
-            if holes:
-                self.fill(holes, movers)
-                index = torch.tensor(order, device=self.device)
-                self.state, self.token = self.state[:, index], self.token[index]
-            else:
-                self.state, self.token = self.state[:, :num_live], self.token[:num_live]
-        else:
-            self.state, self.token = self.state[:, :0], self.token[:0]
+        index: Any = slice(num_live)
+        if holes:
+            self.fill(holes, movers)
+            index = indices(order, self.device)
+        self.state, self.token = self.state[:, index], self.token[index]
         self.rows_changed()
 
     def fill(self, holes: list[int], movers: list[int]) -> None:
@@ -357,20 +351,11 @@ class LocalRun:
 
     def samples(self) -> list[Sample]:
         """Returns the samples in the order of the prompts."""
-        flat = torch.cat([flat for flat, _ in self.records])
-        shape = (len(self.prompts), self.max_new)
-
-        def table(name: str, dtype: torch.dtype) -> Tensor:
-            values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
-            if self.fixed is not None:
-                values.copy_(getattr(self.fixed.tables, name)[: len(values)])
-            values[flat] = torch.cat([getattr(draw, name) for _, draw in self.records])
-            return values.view(shape).cpu()
-
-        tokens = table('token', torch.int64)
-        logprobs, filtered = table('logprob', torch.float32), table('filtered_logprob', torch.float32)
-        edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
-        bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
+        shape = len(self.prompts), self.max_new
+        tokens, *numbers = (column[: shape[0] * shape[1]].view(shape).cpu() for column in self.tables.columns)
+        logprobs, filtered, edges = numbers
+        counted = torch.arange(self.max_new) < torch.tensor(self.num_tokens)[:, None]
+        bad = (counted & ~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
             raise self.not_finite(*bad[0].tolist())
         return self.call.samples((tokens, logprobs, filtered, edges), self.num_tokens, self.reasons)

@@ -22,12 +22,15 @@ from transformers.cache_utils import Cache
 
 from chatgpt.nn.trunk import accepts, base_model, text_config
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
-from chatgpt.rollout.local.masks import MaskForm, Windows, decode_mask, window_masks, windows_of
+from chatgpt.rollout.local.masks import MaskForm, Windows, windows_of
 
 FORMS: tuple[MaskForm, ...] = ('additive', 'boolean')
 
 PROMPT_LENGTHS = (3, 6, 4)
 _NUM_STEPS = 3
+_EVERY = slice(None)
+CHECKED_PAGE = 1024
+"""slots of a row when attention over pages is checked: few rows of long pages are where a kernel divides pages"""
 
 
 class SlotLayer:
@@ -52,6 +55,12 @@ def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Te
     return new
 
 
+def indices(numbers: Any, device: torch.device) -> Tensor:
+    """Returns int64 numbers on a device, copied without waiting for it."""
+    host = torch.tensor(numbers)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else host
+
+
 class SlotCache(Cache):
     """The cache of a collect phase. Before each forward the caller sets what the forward writes:
 
@@ -69,16 +78,19 @@ class SlotCache(Cache):
         self._width = 0
         self._prefill_rows: Tensor | None = None
         self._prefill_source: Tensor | None = None
-        self._row_index: Tensor | None = None
-        self._slot_index: Tensor | None = None
-        self._slot: int | None = None
         self._num_rows = 0
-        self._appended: tuple[int, Tensor, Tensor, Tensor, Tensor] | None = None
+        self._first = 0
+        self._at: Any = None
+        self._of: Any = None
 
     @property
     def nbytes(self) -> int:
         """The allocated memory in bytes."""
         return sum(s.nbytes for layer in self.layers for s in (layer.keys, layer.values) if s is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].keys.dtype
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Grows the cache to at least this size, with its contents."""
@@ -92,8 +104,7 @@ class SlotCache(Cache):
     def prefill(self, rows: Tensor, source: Tensor | None) -> None:
         """The next forward's row `source[i]`, or i if it is None, is the prompt of cache row `rows[i]`. Both (n,)
         int64."""
-        self._past, self._appended = 0, None
-        self._prefill_rows, self._prefill_source = rows, source
+        self._past, self._prefill_rows, self._prefill_source = 0, rows, source
 
     def decode(self, row_index: Tensor, lengths: Tensor, width: int, *, same_length: bool) -> None:
         """The next forward's token i is token number `lengths[i]` of cache row i.
@@ -101,34 +112,31 @@ class SlotCache(Cache):
         row_index: (n,) int64, 0 .. n-1. lengths: (n,) int64, number of stored tokens. width: number of slots that
         attention reads, the largest length + 1. same_length: all lengths are width - 1, so a single slice is written.
         """
-        self._past, self._width = width - 1, width
-        self._prefill_rows = self._prefill_source = self._appended = None
-        self._num_rows = row_index.shape[0]
-        self._row_index, self._slot_index = row_index, lengths
-        self._slot = width - 1 if same_length else None
+        self._past, self._width, self._prefill_rows = width - 1, width, None
+        self._first, self._num_rows = 0, row_index.shape[0]
+        self._at = (slice(self._num_rows), _EVERY, width - 1) if same_length else (row_index, _EVERY, lengths)
+        self._of = _EVERY, _EVERY, 0
 
     def append(self, first: int, stored: list[int], counts: list[int], device: torch.device) -> None:
         """The next forward's row i contains tokens number `stored[i]` .. `stored[i] + counts[i] - 1` of cache row
         `first + i`, padded on the right. Attention reads the slots up to the longest row's end."""
         self._width = max(s + c for s, c in zip(stored, counts, strict=True))
-        self._past = self._width - max(counts)
-        self._prefill_rows = self._prefill_source = None
-        self._num_rows = len(counts)
+        self._past, self._prefill_rows = self._width - max(counts), None
+        self._first, self._num_rows = first, len(counts)
         # padding is not stored: there may be no slot after a row's own tokens
         which = [(i, j, s + j) for i, (s, c) in enumerate(zip(stored, counts, strict=True)) for j in range(c)]
         row, column, slot = torch.tensor(which, device=device).unbind(1)
-        self._appended = first, row, column, first + row, slot
+        self._at, self._of = (first + row, _EVERY, slot), (row, _EVERY, column)
 
     def move(self, source: list[int], target: list[int], width: int) -> None:
         """Copies the first `width` slots of rows `source` to rows `target`. All are read before any is written, so rows
         can be exchanged."""
+        rows: Any = source[0], target[0]
+        if len(source) > 1:
+            rows = indices([source, target], self.layers[0].keys.device)
         for layer in self.layers:
-            if len(source) == 1:
-                layer.keys[target[0], :, :width] = layer.keys[source[0], :, :width]
-                layer.values[target[0], :, :width] = layer.values[source[0], :, :width]
-            else:
-                layer.keys[target, :, :width] = layer.keys[source, :, :width]
-                layer.values[target, :, :width] = layer.values[source, :, :width]
+            for store in (layer.keys, layer.values):
+                store[rows[1], :, :width] = store[rows[0], :, :width]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -141,24 +149,16 @@ class SlotCache(Cache):
         if layer.keys is None:
             layer.keys = _resized(None, key_states, self.rows, self.capacity)
             layer.values = _resized(None, value_states, self.rows, self.capacity)
+        stores = (layer.keys, key_states), (layer.values, value_states)
         if self._prefill_rows is not None:
-            length, source = key_states.shape[2], self._prefill_source
-            layer.keys[self._prefill_rows, :, :length] = key_states if source is None else key_states[source]
-            layer.values[self._prefill_rows, :, :length] = value_states if source is None else value_states[source]
+            source = self._prefill_source
+            for store, states in stores:
+                store[self._prefill_rows, :, : states.shape[2]] = states if source is None else states[source]
             return key_states, value_states
-        n, width = self._num_rows, self._width
-        if self._appended is not None:
-            first, row, column, stored_row, slot = self._appended
-            layer.keys[stored_row, :, slot] = key_states[row, :, column]
-            layer.values[stored_row, :, slot] = value_states[row, :, column]
-            return layer.keys[first : first + n, :, :width], layer.values[first : first + n, :, :width]
-        if self._slot is not None:
-            layer.keys[:n, :, self._slot] = key_states[:, :, 0]
-            layer.values[:n, :, self._slot] = value_states[:, :, 0]
-        else:
-            layer.keys[self._row_index, :, self._slot_index] = key_states[:, :, 0]
-            layer.values[self._row_index, :, self._slot_index] = value_states[:, :, 0]
-        return layer.keys[:n, :, :width], layer.values[:n, :, :width]
+        for store, states in stores:
+            store[self._at] = states[self._of]
+        rows = slice(self._first, self._first + self._num_rows)
+        return layer.keys[rows, :, : self._width], layer.values[rows, :, : self._width]
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         """Returns the number of slots before the tokens of the next forward, for the longest row."""
@@ -168,14 +168,12 @@ class SlotCache(Cache):
         """Returns (number of slots that attention reads, offset of the first)."""
         return self._past + query_length, 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._past
+    get_query_offset = get_seq_length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return self.capacity
+    get_max_cache_shape = get_max_length
 
 
 def bytes_per_slot(actor: Any) -> int:
@@ -206,10 +204,7 @@ def _cached_states(
         width = max(slots, max(prompts) + step + 1)
         token = torch.stack([s[length + step] for s, length in zip(sequences, prompts, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
-        mask: Callable[[], Any] = partial(decode_mask, lengths, width, form, last.dtype)
-        if windows is not None:
-            mask = partial(window_masks, lengths, width, windows, last.dtype)
-        keywords = step_keywords(attention, mask, lengths)
+        keywords = step_keywords(attention, lengths, width, form, last.dtype, windows)
         hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=cache, **keywords)
         for i in range(rows):
             states[i].append(hidden[i, 0])
@@ -328,6 +323,6 @@ def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionFor
     if mask_form != 'additive':
         return f'the model takes a {mask_form} mask'
     sequences, plain, tolerance = plain_example(actor)
-    slots = PAGE if attention == 'varlen' else 0
+    slots = CHECKED_PAGE if attention == 'varlen' else 0
     cached = partial(_cached_states, actor, sequences, mask_form, attention, slots=slots)
     return disagreement(cached, plain, tolerance)
