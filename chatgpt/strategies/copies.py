@@ -62,6 +62,15 @@ def matmul_weights(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in linear.values() if isinstance(p, nn.Parameter) and not is_shared(p)]
 
 
+def fits(module: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[bool]:
+    """Returns, for weights of `module`, whether `dtype` rounds none of their numbers; for weights on the meta device,
+    whether the files that they are read from have it."""
+    sources = ((m, getattr(m, 'weights_source', None)) for m in module.modules())
+    read = [m for m, s in sources if s is not None and s.dtype is dtype and not s.wide and s.adapter is None]
+    stored = {id(p) for trunk in read for p in trunk.parameters()}
+    return [id(p) in stored if p.is_meta else torch.equal(p.to(dtype).to(p.dtype), p) for p in weights]
+
+
 @torch.no_grad()
 def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """Converts the fp32 ones among these weights to `dtype`, in place, and returns them."""

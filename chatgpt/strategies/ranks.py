@@ -177,15 +177,15 @@ def same_kind(kind: str, message: str) -> Exception:
     return RuntimeError(f'rank 0: {kind}: {message}')
 
 
-def check_world_size(processes: int, tensor_parallel: int) -> int:
-    """Returns the number of ranks; ValueError if the processes cannot be grouped."""
-    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
-        raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
-    if processes % tensor_parallel:
-        lower = processes // tensor_parallel * tensor_parallel
-        near = f'{lower} or {lower + tensor_parallel}' if lower else str(tensor_parallel)
+def check_world_size(processes: int, parts: int, option: str = 'tensor_parallel') -> int:
+    """Returns the number of groups, or of processes in each of `parts` groups; ValueError if there is a remainder."""
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(f'{option}={parts!r} must be a whole number of at least 1')
+    if processes % parts:
+        lower = processes // parts * parts
+        near = f'{lower} or {lower + parts}' if lower else str(parts)
         raise ValueError(
-            f'tensor_parallel={tensor_parallel}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
+            f'{option}={parts}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
             f'by it; start a multiple of it, such as {near}'
         )
-    return processes // tensor_parallel
+    return processes // parts
