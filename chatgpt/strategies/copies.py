@@ -80,6 +80,22 @@ def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Param
     return changed
 
 
+def of_mixed_dtypes(hook: Any) -> Any:
+    """Marks a forward hook that a copy in one dtype must not have."""
+    hook.of_mixed_dtypes = True
+    return hook
+
+
+def without_autocast(copied: nn.Module) -> nn.Module:
+    """Removes the hooks of `NarrowWeights` from a copy in which all weights have the compute dtype."""
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, 'of_mixed_dtypes', False)]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
+    return copied
+
+
 class NarrowWeights:
     """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`matmul_weights`).
 
@@ -113,10 +129,12 @@ class NarrowWeights:
 
         entered: list[AbstractContextManager[Any]] = []
 
+        @of_mixed_dtypes
         def enter(*_: Any) -> None:
             entered.append(nullcontext() if id(module) in self._wide else self.autocast())
             entered[-1].__enter__()
 
+        @of_mixed_dtypes
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
@@ -221,7 +239,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
     for name, buffer in module.named_buffers() if into is None else ():
         if buffer.is_floating_point() and STATE_BUFFERS.search(name):
             memo[id(buffer)] = buffer.to(dtype, copy=True)
-    copied = copy.deepcopy(module, memo) if into is None else into
+    copied = without_autocast(copy.deepcopy(module, memo)) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
         if buffer is not own:
             buffer.copy_(own)
