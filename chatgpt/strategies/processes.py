@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -180,6 +180,11 @@ class ProcessGroup(Ranks):
 
     def note_progress(self, where: str) -> None:
         self.status.note(where)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        yield
+        FailureGuard.meet()
 
     def failure_guard(self) -> AbstractContextManager[None]:
         return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, status=self.status)

@@ -102,6 +102,11 @@ class Ranks(ABC):
             raise same_kind(kind, value)
         return value
 
+    def untimed(self) -> AbstractContextManager[None]:
+        """Returns the context of work that takes other times on other ranks, such as generation. At its end ranks wait
+        for each other without the limit of `timeout_s`, inside `failure_guard`. Collective."""
+        return nullcontext()
+
     def failure_guard(self) -> AbstractContextManager[None]:
         """Returns the context of a run, in which an exception on one rank ends all ranks within seconds with its
         message. Empty on one process."""
@@ -133,6 +138,7 @@ class OnRanks:
     barrier: Callable[[], None]
     run_on_rank0: Callable[[Callable[[], Any]], Any]
     note_progress: Callable[[str], None]
+    untimed: Callable[[], AbstractContextManager[None]]
     failure_guard: Callable[[], AbstractContextManager[None]]
     fails_together: Callable[[str], bool]
 
