@@ -9,6 +9,7 @@ For workers that are larger than the share of one rank, such as vLLM on several 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -28,6 +29,8 @@ class Ranks(Protocol):
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
 
+    def untimed(self) -> AbstractContextManager[None]: ...
+
 
 class RankProcesses:
     """The processes that compute a rank together, as `Ranks`; the first owns the rank's workers.
@@ -39,7 +42,7 @@ class RankProcesses:
     rank = 0
 
     def __init__(self, ranks: Any) -> None:
-        self.is_rank_0, self.from_leader = ranks.leads, ranks.from_leader
+        self.is_rank_0, self.from_leader, self.untimed = ranks.leads, ranks.from_leader, ranks.untimed
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [self.from_leader(obj)]
@@ -70,11 +73,12 @@ class SharedEngine(EngineAround):
         """Calls the function on rank 0, and returns its result or raises its error on every rank."""
         value: Any = None
         error: Exception | None = None
-        if self.ranks.is_rank_0:
-            try:
-                value = function()
-            except Exception as raised:
-                error = raised
+        with self.ranks.untimed():
+            if self.ranks.is_rank_0:
+                try:
+                    value = function()
+                except Exception as raised:
+                    error = raised
         value, sent_error = self.ranks.broadcast_object((value, error))
         if sent_error is not None:
             raise error or sent_error

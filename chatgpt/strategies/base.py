@@ -31,6 +31,7 @@ from chatgpt.strategies.copies import (
     Offloaded,
     OffloadedWeights,
     cast_copy,
+    fits,
     lora_merged,
     matmul_weights,
 )
@@ -265,7 +266,7 @@ class Strategy(OnRanks):
         if finite:
             if max_norm is not None:
                 self._scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
-            pair.optimizer.step()
+            self._step(pair.optimizer)
         if pair.scaler is not None:
             pair.scaler.update(finite)
         self.discard_gradients(optimizer)
@@ -459,6 +460,9 @@ class Strategy(OnRanks):
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
+    def _step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
     def _optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         """See `optimizer_state`."""
         pair = self._pair(optimizer)
@@ -517,20 +521,25 @@ class Strategy(OnRanks):
         self._keep += [user_optimizer, optimizer]
 
     def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
-        """Converts frozen weights to the compute dtype, before the model is moved to the device. In a trained model
-        (LoRA, hydra) only those that this does not round, as of a bf16 folder, so that what is saved is exact."""
+        """Converts frozen weights to the compute dtype, before the model is moved to the device."""
+        if self._keeps_narrow:
+            self._narrow.keep(module, self._narrowable(module, optimizer))
+
+    def _narrowable(self, module: nn.Module, optimizer: Optimizer | None) -> list[nn.Parameter]:
+        """Returns the frozen weights that may be stored in the compute dtype. In a trained model (LoRA, hydra) these
+        are only those that this does not round, as of a bf16 folder, so that what is saved is exact."""
         numerics = self.numerics
-        if numerics.precision == 'fp32' or numerics.emulated or self.sums.exact or not self._keeps_narrow:
-            return
+        if numerics.precision == 'fp32' or numerics.emulated or self.sums.exact:
+            return []
         owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
         from chatgpt.nn import lora
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
         frozen = [p for p in matmul_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
         if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
-            lossless = self.broadcast_object([torch.equal(p.to(numerics.dtype).to(p.dtype), p) for p in frozen])
+            lossless = self.broadcast_object(fits(module, frozen, numerics.dtype))
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
-        self._narrow.keep(module, frozen)
+        return frozen
 
     def _register(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)

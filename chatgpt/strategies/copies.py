@@ -62,6 +62,15 @@ def matmul_weights(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in linear.values() if isinstance(p, nn.Parameter) and not is_shared(p)]
 
 
+def fits(module: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[bool]:
+    """Returns, for weights of `module`, whether `dtype` rounds none of their numbers; for weights on the meta device,
+    whether the files that they are read from have it."""
+    sources = ((m, getattr(m, 'weights_source', None)) for m in module.modules())
+    read = [m for m, s in sources if s is not None and s.dtype is dtype and not s.wide and s.adapter is None]
+    stored = {id(p) for trunk in read for p in trunk.parameters()}
+    return [id(p) in stored if p.is_meta else torch.equal(p.to(dtype).to(p.dtype), p) for p in weights]
+
+
 @torch.no_grad()
 def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """Converts the fp32 ones among these weights to `dtype`, in place, and returns them."""
@@ -69,6 +78,22 @@ def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Param
     for weight in changed:
         weight.data = weight.detach().to(dtype)
     return changed
+
+
+def of_mixed_dtypes(hook: Any) -> Any:
+    """Marks a forward hook that a copy in one dtype must not have."""
+    hook.of_mixed_dtypes = True
+    return hook
+
+
+def without_autocast(copied: nn.Module) -> nn.Module:
+    """Removes the hooks of `NarrowWeights` from a copy in which all weights have the compute dtype."""
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, 'of_mixed_dtypes', False)]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
+    return copied
 
 
 class NarrowWeights:
@@ -104,10 +129,12 @@ class NarrowWeights:
 
         entered: list[AbstractContextManager[Any]] = []
 
+        @of_mixed_dtypes
         def enter(*_: Any) -> None:
             entered.append(nullcontext() if id(module) in self._wide else self.autocast())
             entered[-1].__enter__()
 
+        @of_mixed_dtypes
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
@@ -212,7 +239,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
     for name, buffer in module.named_buffers() if into is None else ():
         if buffer.is_floating_point() and STATE_BUFFERS.search(name):
             memo[id(buffer)] = buffer.to(dtype, copy=True)
-    copied = copy.deepcopy(module, memo) if into is None else into
+    copied = without_autocast(copy.deepcopy(module, memo)) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
         if buffer is not own:
             buffer.copy_(own)

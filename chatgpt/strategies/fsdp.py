@@ -4,7 +4,8 @@
 Every transformer block is gathered for its forward and backward and then freed; other parameters belong to the root
 module. Modules are sharded in place, so all of their methods can be called, and optimizers get the sharded parameters.
 With `tensor_parallel` the mesh has two dimensions: each block's matrices are split over the processes of a group, and
-`fully_shard` shards the parts over ranks.
+`fully_shard` shards the parts over ranks. With `replicas` it has two as well: weights are sharded within each group of
+neighbouring ranks, and the groups, usually machines, hold the same shards (HSDP).
 """
 
 from __future__ import annotations
@@ -18,24 +19,36 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import Offloaded, OffloadedShards, fold_adapters, narrow_states
-from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
+from chatgpt.strategies.copies import (
+    Offloaded,
+    OffloadedShards,
+    fold_adapters,
+    narrow,
+    narrow_states,
+)
+from chatgpt.strategies.machine import all_cores
+from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ParameterSize, gathered_copy, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
-from chatgpt.strategies.processes import ProcessGroupStrategy
+from chatgpt.strategies.processes import ProcessGroupStrategy, ReduceDtype, check_reduce_dtype
 from chatgpt.strategies.ranks import check_world_size
+from chatgpt.strategies.shards import (
+    NarrowReduceScatter,
+    TreeReduceScatter,
+    drop_whole_gradients,
+    fill,
+    shard_range,
+    whole_tensor,
+)
 from chatgpt.strategies.streaming import (
     StreamBlocks,
     check_stream_blocks,
@@ -47,9 +60,12 @@ from chatgpt.strategies.streaming import (
     whole_copy,
     with_parameters,
 )
-from chatgpt.strategies.sums import Sums, exact_norm, local_part, tree_reduce_scatter
+from chatgpt.strategies.sums import Sums, exact_norm, local_part
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group
 from chatgpt.strategies.tensor_ranks import TensorRanks
+
+WHOLE_GRADIENTS_GIB = 4.0
+"""default of `whole_gradients_gib`: those of adapters of any model, and of a model of 1B parameters"""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -59,7 +75,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         tensor_parallel: number of neighbouring processes that split each block's matrices and form one rank
             (`chatgpt.strategies.tensor_parallel`). Needs a model with a plan for it in transformers. Generation splits
             the weights in the same way.
-        precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
+        precision: dtype in which blocks are gathered and computed; shards of frozen matrices of blocks are stored in it
+            (`Strategy._narrowable`). Other shards, gradients and optimizer states stay fp32.
+        replicas: number of groups of ranks that hold the same shards.
+        reduce_dtype: dtype in which gradients are summed over the ranks that shard a model. Sums over micro-batches and
+            over replicas are fp32.
+        whole_gradients_gib: a model with trained weights of at most this many GiB in fp32 keeps whole gradients between
+            micro-batches and reduces them once per optimizer step; a larger one reduces them in every micro-batch. An
+            exact run reduces once per round.
         cpu_offload: keep shards and optimizer states in host memory, and run the optimizer there.
         activation_checkpointing: recompute activations in the backward pass, in models that support it.
         meta_init: build models inside `model_init_context` on the meta device; `prepare` fills their shards from the
@@ -71,7 +94,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     abilities = Abilities(sharded=True)
-    _keeps_narrow: ClassVar[bool] = False  # shards are fp32 and gathered in the compute dtype
+    _keeps_narrow: ClassVar[bool] = False  # weights are gathered in the compute dtype, without autocast
     _reduces_each_round = True
 
     def __init__(
@@ -80,6 +103,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         precision: Precision = 'auto',
         *,
         tensor_parallel: int = 1,
+        replicas: int = 1,
+        reduce_dtype: ReduceDtype = 'fp32',
+        whole_gradients_gib: float = WHOLE_GRADIENTS_GIB,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
         meta_init: bool = False,
@@ -89,15 +115,24 @@ class FSDPStrategy(ProcessGroupStrategy):
         **numerics: Any,
     ) -> None:
         check_stream_blocks(stream_blocks)
-        if tensor_parallel != 1:
-            given = {'cpu_offload': cpu_offload, 'stream_blocks': stream_blocks is True}
-            given['reproducible'] = numerics.get('reproducible') is not None
-            for name in (name for name, value in given.items() if value):
-                raise ValueError(f'tensor_parallel={tensor_parallel} does not go with {name}: leave one of them out')
+        check_reduce_dtype(reduce_dtype, numerics)
+        exact = numerics.get('reproducible') is not None
+        given = {'cpu_offload': cpu_offload, 'stream_blocks': stream_blocks is True, 'reproducible': exact}
+        refused = {'tensor_parallel': given | {'replicas': replicas != 1}, 'replicas': {'reproducible': exact}}
+        for option, parts in (('tensor_parallel', tensor_parallel), ('replicas', replicas)):
+            if parts == 1:
+                continue
+            for name in (name for name, value in refused[option].items() if value):
+                raise ValueError(f'{option}={parts} does not go with {name}: leave one of them out')
             if 'WORLD_SIZE' in os.environ:  # before joining the process group
-                check_world_size(int(os.environ['WORLD_SIZE']), tensor_parallel)
+                check_world_size(int(os.environ['WORLD_SIZE']), parts, option)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
-        self.stream_blocks = stream_blocks
+        self.stream_blocks, self.reduce_dtype, self.whole_gradients_gib = (
+            stream_blocks,
+            reduce_dtype,
+            whole_gradients_gib,
+        )
+        self.replicas = replicas
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
@@ -106,7 +141,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._tensor: TensorRanks | None = None
         """`ranks`, under tensor parallelism"""
         if tensor_parallel == 1:
-            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+            shape = (replicas, check_world_size(self.world_size, replicas, 'replicas'))
+            names = ('replicate', 'shard')
+            self._mesh = init_device_mesh(
+                self.device.type, shape[replicas == 1 :], mesh_dim_names=names[replicas == 1 :]
+            )
         else:
             self._tensor = TensorRanks(self.ranks, tensor_parallel)
             self.ranks: Any = self._tensor
@@ -122,8 +161,21 @@ class FSDPStrategy(ProcessGroupStrategy):
         """by id of a sharded module"""
 
     @classmethod
-    def memory_model(cls, cpu_offload: bool = False, tensor_parallel: int = 1, **options: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload, tensor_parallel=tensor_parallel, **of_numerics(options))
+    def memory_model(
+        cls,
+        cpu_offload: bool = False,
+        tensor_parallel: int = 1,
+        replicas: int = 1,
+        whole_gradients_gib: float = WHOLE_GRADIENTS_GIB,
+        **options: Any,
+    ) -> MemoryModel:
+        return FSDPMemory(
+            offloads=cpu_offload,
+            tensor_parallel=tensor_parallel,
+            replicas=replicas,
+            whole_gradients_gib=whole_gradients_gib,
+            **of_numerics(options),
+        )
 
     # ------------------------------------------------------------------ models
 
@@ -161,10 +213,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        if self.sums.exact:
+        sharded.waits = self.sums.exact or self._keeps_whole_gradients(model)
+        reduce_scatter = TreeReduceScatter if self.sums.exact else NarrowReduceScatter
+        if self.sums.exact or self.reduce_dtype != 'fp32':
             for module in model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(_TreeReduceScatter())
+                    module.set_custom_reduce_scatter(reduce_scatter())
         if stream is not None:
             self._materialise(model, stream)
         if self._policy.param_dtype is not None:
@@ -179,6 +233,12 @@ class FSDPStrategy(ProcessGroupStrategy):
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape
         return model
+
+    def _keeps_whole_gradients(self, model: nn.Module) -> bool:
+        return 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) <= self.whole_gradients_gib * 2**30
+
+    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        narrow(self._narrowable(module, optimizer), self.numerics.dtype)
 
     def _parts_of(self, module: nn.Module) -> Parts:
         return self._sharded[id(module)].parts if id(module) in self._sharded else Parts()
@@ -198,7 +258,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             target = parameters[name]
             filled.add(id(target))
             tensor = parts.take(name, tensor)
-            start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
+            start, stop = shard_range(target) if isinstance(target, DTensor) else (0, target.numel())
             local_part(target).view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
@@ -253,20 +313,20 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Yields the full tensors in fp32, one at a time. Collective: exhaust it on every rank."""
         for name, tensor in tensors:
-            yield name, parts.join(name, _full(tensor.detach(), self.device))
+            yield name, parts.join(name, whole_tensor(tensor.detach(), self.device))
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
         if into is not None:
             whole = dict(into.named_parameters())
             for name, parameter in module.named_parameters():
-                whole[name].copy_(_full(parameter.detach(), self.device))
+                whole[name].copy_(whole_tensor(parameter.detach(), self.device))
             for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
                 buffer.copy_(own)
             return into
         skeleton, shards = self._sharded[id(module)].own_skeleton, dict(module.named_parameters())
         weights = {
-            id(parameter): _full(shards[name].detach(), self.device).to(self.device, dtype)
+            id(parameter): whole_tensor(shards[name].detach(), self.device).to(self.device, dtype)
             for name, parameter in skeleton.named_parameters()
         }
         full = with_parameters(skeleton, weights)
@@ -281,9 +341,13 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Returns the context of a micro-batch. An exact run sums the gradients of a round before those of ranks."""
+        """Returns the context of a micro-batch. Where whole gradients are kept, only the last one of a step, or of a
+        round of an exact run, sums them over ranks."""
         module: Any = self.unwrap(model)
-        waits = self.sums.exact and not last
+        sharded = self._sharded.get(id(module))
+        waits = sharded is not None and sharded.waits and not last
+        if sharded is not None:
+            sharded.waiting = waits
         if waits:
             module.set_requires_gradient_sync(False)
         try:
@@ -294,8 +358,18 @@ class FSDPStrategy(ProcessGroupStrategy):
                 module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        # FSDP averages over ranks, but losses are shares of a sum. `_TreeReduceScatter` sums.
+        # FSDP averages over ranks, but losses are shares of a sum. `TreeReduceScatter` sums.
         super().backward(loss if self.sums.exact else loss * self.world_size, model, optimizer)
+
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        super().discard_gradients(optimizer)
+        module = self._pair(optimizer).user_model
+        if self._sharded[id(module)].waiting:
+            drop_whole_gradients(module)
+
+    def _step(self, optimizer: Optimizer) -> None:
+        with all_cores() if self.cpu_offload else nullcontext():
+            optimizer.step()
 
     @torch.no_grad()
     def _reduce_gradients(self, pair: Trained) -> None:
@@ -305,6 +379,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             gradients = (local_part(p.grad) for n, p in pair.named_parameters() if n in partial and p.grad is not None)
             sum_over_group(gradients, self._tensor.group)
 
+    @property
+    def _first_replica(self) -> bool:
+        return self.replicas == 1 or self.rank < self.world_size // self.replicas
+
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.sums.exact:
             shards = [local_part(p.grad) for p in parameters if p.grad is not None]
@@ -312,7 +390,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
             local = local_part(parameter.grad) if parameter.grad is not None else None
-            counts = self.ranks.leads or hasattr(parameter, 'whole_shape')  # count replicas in a tensor group once
+            # count replicas, in a tensor group or of shards, once
+            counts = self._first_replica and (self.ranks.leads or hasattr(parameter, 'whole_shape'))
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
@@ -350,30 +429,38 @@ class FSDPStrategy(ProcessGroupStrategy):
         `slots` the names are those of optimizer states."""
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                start, stop = _range(tensor)
+                start, stop = shard_range(tensor)
                 local = tensor.to_local().detach().reshape(-1)
+                local = local.float() if self._is_narrow(tensor) else local
                 cut = parts.cuts.get(name.rpartition('/')[0] if slots else name)
                 if cut is not None and parts.group is not None:
                     yield from cut.pieces(name, start, stop, local, parts.group)
-                elif stop > start and self.ranks.leads:
+                elif stop > start and self.ranks.leads and self._first_replica:
                     yield Piece(name, tuple(tensor.shape), start, stop, local)
             elif self.is_rank_0 and tensor.numel():
                 yield Piece.whole(name, tensor)
 
     @torch.no_grad()
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        from chatgpt.nn.lora import has_lora
+
         module = self.unwrap(model)
         tensors, aliases = states.named_tensors(module)
         reader = CutReader(reader, self._parts_of(module).cuts)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        kept = has_lora(module) or any(pair.user_model is module for pair in self._pairs.values())
         for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
-            _fill(reader, stored, tensors[name])
+            fill(reader, stored, tensors[name], exactly=kept and self._is_narrow(tensors[name]))
+
+    def _is_narrow(self, tensor: Tensor) -> bool:
+        """Returns True for a frozen weight that is stored in the compute dtype."""
+        return isinstance(tensor, DTensor) and tensor.dtype is self._policy.param_dtype and not tensor.requires_grad
 
     @torch.no_grad()
     def _load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         pair = self._pair(optimizer)
         reader = CutReader(reader, self._parts_of(pair.user_model).cuts)
-        states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
+        states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=fill)
 
     def close(self) -> None:
         self._sharded.clear()
@@ -389,51 +476,55 @@ class _Sharded:
     own_skeleton: nn.Module
     """a copy with meta parameters of this process's part under tensor parallelism"""
     parts: Parts = field(default_factory=Parts)
-
-
-class _TreeReduceScatter(ReduceScatter):
-    """A reduce-scatter that sums in the fixed order of `reproducible='exact'`, for any `op`."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
+    waits: bool = False
+    """True: whole gradients are kept until the last micro-batch"""
+    waiting: bool = False
+    """there may be whole gradients: the latest micro-batch was not the last"""
 
 
 @dataclass(frozen=True)
 class FSDPMemory(MemoryModel):
-    """Memory of sharded fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+    """Memory of sharded fp32 weights, gradients and states; blocks are gathered in the compute dtype, in which frozen
+    matrices are stored."""
 
     tensor_parallel: int = 1
     """number of processes that split each block's weights"""
+    replicas: int = 1
+    whole_gradients_gib: float = WHOLE_GRADIENTS_GIB
 
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
 
     def ranks(self, run: Layout) -> int:
         """Returns the number of ranks that share a `ModelSize`, which is one process's part of a model."""
-        return run.num_processes // self.tensor_parallel
+        return run.num_processes // self.tensor_parallel // self.replicas
 
     def _sharded(self, size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
         """Returns the elements of rank 0's dim-0 shards."""
-        shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
+        return self._elements([p for p in size.parameters if p.trained or not trained_only], run)
+
+    def _elements(self, parameters: Iterable[ParameterSize], run: Layout) -> int:
+        shapes = [p.shape for p in parameters]
         return sum(math.ceil(s[0] / self.ranks(run)) * math.prod(s[1:]) if s else 1 for s in shapes)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        own, trained = self._sharded(size, run), self._sharded(size, run, trained_only=True)
-        return self._trained(name, run, own, trained, size.num_trained)
+        trained = self._sharded(size, run, trained_only=True)
+        return self._trained(name, run, self._stored(size, run), trained, size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', 4 * self._sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', 4 * self._stored(size, run), host=self.offloads)
+        return memory
+
+    def _stored(self, size: ModelSize, run: Layout) -> float:
+        """Returns the fp32 elements of rank 0's shards."""
+        narrow = self._elements([p for p in size.parameters if p.narrow], run) if self.keeps_narrow else 0
+        return self._sharded(size, run) - narrow * (1 - run.itemsize / 4)
+
+    def sums(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        memory = Memory()
+        if 4 * size.trained <= self.whole_gradients_gib * 2**30 and not self.atoms and self.ranks(run) > 1:
+            memory.add(f'{name} sums of gradients', 4 * size.trained)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
@@ -485,52 +576,3 @@ def _checkpoint_activations(model: nn.Module) -> None:
     raise ValueError(
         f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'
     )
-
-
-def _full(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the full tensor on the device of its shards. Collective if it is sharded.
-
-    Shards in host memory are sent through `device` in pieces of bounded size, since NCCL does not take CPU tensors.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local()
-    if local.device.type == device.type:
-        return tensor.full_tensor()
-    ranks = tensor.device_mesh.size()
-    longest = -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:])  # the largest shard, as torch.chunk splits
-    whole = local.new_empty(tensor.shape)
-    mine, flat = local.reshape(-1), whole.view(-1)
-    most = max(1, states.CHUNK // ranks)
-    for at in range(0, longest, most):
-        width = min(most, longest - at)
-        piece = torch.zeros(width, dtype=local.dtype, device=device)
-        own = mine[at : at + width]
-        piece[: len(own)].copy_(own)
-        pieces = torch.empty(ranks * width, dtype=local.dtype, device=device)
-        dist.all_gather_into_tensor(pieces, piece, group=tensor.device_mesh.get_group())
-        for rank, values in enumerate(pieces.split(width)):
-            start, end = rank * longest, min((rank + 1) * longest, len(flat))
-            target = flat[start + at : max(start + at, min(start + at + width, end))]
-            target.copy_(values[: len(target)])
-    return whole
-
-
-def _range(tensor: DTensor) -> tuple[int, int]:
-    """Returns the flat range [start, stop) of this rank's dim-0 shard."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    row = math.prod(tensor.shape[1:])
-    start = offset[0] * row if math.prod(shape) else 0
-    return start, start + math.prod(shape)
-
-
-def _fill(reader: TensorReader, stored: str, tensor: Tensor) -> None:
-    """Fills this rank's part of `tensor`, in chunks of bounded size."""
-    if not isinstance(tensor, DTensor):
-        states.copy_from(reader, stored, tensor)
-        return
-    start, stop = _range(tensor)
-    local = tensor.to_local().detach().view(-1)
-    for at in range(start, stop, states.CHUNK):
-        end = min(at + states.CHUNK, stop)
-        local[at - start : end - start].copy_(reader.read(stored, at, end))

@@ -114,7 +114,8 @@ class FailureGuard(AbstractContextManager[None]):
 
     Keys in the store: `failure` (the first message), `seen` (number of ranks that have read it), `done` and `gone`
     (number of ranks that left without an error, and that know that all did), `asked` (locations are requested),
-    `at/RANK` (the locations), `failing/RANK` (where a rank failed), `together` (whether all failed at the same place).
+    `at/RANK` (the locations), `failing/RANK` (where a rank failed), `together` (whether all failed at the same place),
+    `met/N` (number of ranks at the N-th meeting).
     """
 
     _active: ClassVar[FailureGuard | None] = None
@@ -125,6 +126,7 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.status = status or RankStatus()
         self._answered = False
+        self._meetings = 0
         self._idle_since, self._used = self.status.clock(), 0.0
         """since when the main thread has used no CPU time, and its CPU time then"""
         self._stop = threading.Event()
@@ -159,6 +161,18 @@ class FailureGuard(AbstractContextManager[None]):
             self._wait_for_others()
         elif not isinstance(error, RankFailure):
             self._report(error)
+
+    @classmethod
+    def meet(cls) -> None:
+        """Waits until all ranks have called it, without a limit of time. Does nothing outside of a guard."""
+        guard = cls._active
+        if guard is None:
+            return
+        guard._meetings += 1
+        key, start = f'met/{guard._meetings}', time.monotonic()
+        guard._store.add(key, 1)
+        while guard._store.add(key, 0) < guard.world_size:
+            time.sleep(min(POLL_S / 4, (time.monotonic() - start) / 20))
 
     # on a failing rank
 

@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -101,6 +103,18 @@ def unused_card() -> str | None:
         + ('' if built is None else ', or a newer driver')
         + '; CUDA_VISIBLE_DEVICES= (empty) asks for the CPU'
     )
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """A context in which this process has at least its share of the machine's cores as threads; launchers set one."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+    torch.set_num_threads(max(before, cores // int(os.environ.get('LOCAL_WORLD_SIZE', '1'))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -12,11 +12,11 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,17 @@ from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
 
 T = TypeVar('T')
+
+ReduceDtype = Literal['fp32', 'bf16']
+
+
+def check_reduce_dtype(value: ReduceDtype, numerics: Mapping[str, Any]) -> None:
+    """Raises ValueError for an unknown dtype of reductions, or bf16 in an exact run."""
+    if value not in get_args(ReduceDtype):
+        raise ValueError(f"reduce_dtype={value!r} must be 'fp32' or 'bf16'")
+    if value != 'fp32' and numerics.get('reproducible') is not None:
+        raise ValueError(f"reproducible='exact' sums gradients in fp32: leave reduce_dtype={value!r} out")
+
 
 _OPS = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceOp.MAX, 'min': dist.ReduceOp.MIN}
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -169,6 +180,11 @@ class ProcessGroup(Ranks):
 
     def note_progress(self, where: str) -> None:
         self.status.note(where)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        yield
+        FailureGuard.meet()
 
     def failure_guard(self) -> AbstractContextManager[None]:
         return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, status=self.status)

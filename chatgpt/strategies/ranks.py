@@ -102,6 +102,11 @@ class Ranks(ABC):
             raise same_kind(kind, value)
         return value
 
+    def untimed(self) -> AbstractContextManager[None]:
+        """Returns the context of work that takes other times on other ranks, such as generation. At its end ranks wait
+        for each other without the limit of `timeout_s`, inside `failure_guard`. Collective."""
+        return nullcontext()
+
     def failure_guard(self) -> AbstractContextManager[None]:
         """Returns the context of a run, in which an exception on one rank ends all ranks within seconds with its
         message. Empty on one process."""
@@ -133,6 +138,7 @@ class OnRanks:
     barrier: Callable[[], None]
     run_on_rank0: Callable[[Callable[[], Any]], Any]
     note_progress: Callable[[str], None]
+    untimed: Callable[[], AbstractContextManager[None]]
     failure_guard: Callable[[], AbstractContextManager[None]]
     fails_together: Callable[[str], bool]
 
@@ -177,15 +183,15 @@ def same_kind(kind: str, message: str) -> Exception:
     return RuntimeError(f'rank 0: {kind}: {message}')
 
 
-def check_world_size(processes: int, tensor_parallel: int) -> int:
-    """Returns the number of ranks; ValueError if the processes cannot be grouped."""
-    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
-        raise ValueError(f'tensor_parallel={tensor_parallel!r} must be a whole number of at least 1')
-    if processes % tensor_parallel:
-        lower = processes // tensor_parallel * tensor_parallel
-        near = f'{lower} or {lower + tensor_parallel}' if lower else str(tensor_parallel)
+def check_world_size(processes: int, parts: int, option: str = 'tensor_parallel') -> int:
+    """Returns the number of groups, or of processes in each of `parts` groups; ValueError if there is a remainder."""
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(f'{option}={parts!r} must be a whole number of at least 1')
+    if processes % parts:
+        lower = processes // parts * parts
+        near = f'{lower} or {lower + parts}' if lower else str(parts)
         raise ValueError(
-            f'tensor_parallel={tensor_parallel}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
+            f'{option}={parts}: {processes} process{"es" if processes > 1 else ""} cannot be grouped '
             f'by it; start a multiple of it, such as {near}'
         )
-    return processes // tensor_parallel
+    return processes // parts

@@ -85,10 +85,10 @@ class Sums:
         """Returns a new tree of the sums of gradients over rounds; None if there is one round."""
         return None
 
-    def all_reduced(self, flat: Tensor) -> Tensor:
-        """Returns the sum over ranks of gradients, shape (n,); may overwrite them."""
-        dist.all_reduce(flat)
-        return flat
+    def begin_all_reduce(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """Returns a tensor that becomes the sum over ranks of gradients, shape (n,), and the work to wait for, None if
+        it is done; may overwrite them."""
+        return flat, dist.all_reduce(flat, async_op=True)
 
     def totals(self, columns: SequenceOf[SequenceOf[Tensor]]) -> list[list[float]]:
         """Returns each column's sum over micro-batches and ranks. A column has a (k,) tensor per micro-batch."""
@@ -187,8 +187,8 @@ class ExactSums(Sums):
     def tree(self) -> TreeSum | None:
         return TreeSum(self.per_rank)
 
-    def all_reduced(self, flat: Tensor) -> Tensor:
-        return tree_all_reduce(flat)
+    def begin_all_reduce(self, flat: Tensor) -> tuple[Tensor, Any]:
+        return tree_all_reduce(flat), None
 
     def totals(self, columns: SequenceOf[SequenceOf[Tensor]]) -> list[list[float]]:
         """Gathers the numbers of all atoms, equally many on all ranks, and rounds each sum once."""

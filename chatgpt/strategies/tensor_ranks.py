@@ -117,6 +117,7 @@ class TensorRanks(Ranks):
     barrier: Any = _of_process('barrier')
     run_on_rank0: Any = _of_process('run_on_rank0')
     note_progress: Any = _of_process('note_progress')
+    untimed: Any = _of_process('untimed')
     failure_guard: Any = _of_process('failure_guard')
     fails_together: Any = _of_process('fails_together')
     leave: Any = _of_process('leave')

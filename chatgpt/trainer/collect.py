@@ -137,9 +137,10 @@ class Collector:
             return self._finished(self._timed(call))
 
     def _timed(self, call: Call) -> list[Sample]:
-        start = time.perf_counter()
-        samples = self.engine.generate(call)
-        self.generating_s += time.perf_counter() - start
+        with self.strategy.ranks.untimed():
+            start = time.perf_counter()
+            samples = self.engine.generate(call)
+            self.generating_s += time.perf_counter() - start
         return samples
 
     def _finished(self, samples: list[Sample]) -> list[Sample]:

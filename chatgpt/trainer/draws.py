@@ -207,7 +207,8 @@ class Pipeline(Draws):
 
     def _wait(self, timestep: Timestep) -> list[Sample]:
         if timestep.samples is None:
-            timestep.samples = timestep.generated(lambda _: self.engine.take(timestep.ticket))
+            with self.strategy.ranks.untimed():
+                timestep.samples = timestep.generated(lambda _: self.engine.take(timestep.ticket))
             timestep.ticket = None
         return timestep.samples
 

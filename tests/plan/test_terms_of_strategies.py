@@ -15,6 +15,7 @@ from chatgpt.functional import logprobs
 from chatgpt.nn import Actor, head_kernels
 from chatgpt.plan import Setup, models
 from chatgpt.strategies.colossalai.memory import GeminiMemory, chunk_size
+from chatgpt.strategies.fsdp import FSDPMemory
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ParameterSize
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -237,6 +238,18 @@ def test_two_of_three_blocks_are_gathered_beside_what_is_outside():
     size = models.measure(models.build('actor', CONFIG, Setup(config=CONFIG)))
     per_block = 12 * 32**2 + 13 * 32  # GPT-2 of width 32
     assert size.two_blocks == size.total - per_block
+
+
+def test_shards_by_dtype_and_replicas_and_the_sums_of_several_micro_batches():
+    parameters = (ParameterSize('t', (8, 4), True, 0), ParameterSize('f', (16, 4), False, 0, narrow=True))
+    size = ModelSize((*parameters, ParameterSize('n', (4,), False, 0)))
+    run = Layout(num_processes=8, precision='bf16', optimizer='sgd')
+    memory = FSDPMemory(replicas=2)  # four ranks share the model: 8, 16 and 1 elements
+    assert memory.frozen('model', size, run).device == {'model weights': 4 * 8 + 2 * 16 + 4 * 1}
+    assert memory.trained('model', size, run).device == {'model weights': 68, 'model gradients': 4 * 8}
+    assert memory.sums('model', size, run).device == {'model sums of gradients': 4 * 32}
+    assert FSDPMemory(whole_gradients_gib=0.0).sums('model', size, run).device == {}
+    assert FSDPMemory(atoms=8).frozen('model', size, run).device == {'model weights': 4 * (4 + 8 + 1)}
 
 
 def kept_by_fsdp() -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from scripts_on_ranks import run_script
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.strategies.ddp import DDPStrategy
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
@@ -125,6 +126,67 @@ def test_two_processes():
     assert sorted(own[0] + own[1]) == [('0.bias', 0, 8), ('0.weight', 0, 64), ('1.bias', 0, 8), ('1.weight', 0, 64)]
     assert results[0]['errors'] == [('FileNotFoundError', 'gone'), ('Odd', 'odd one')]
     assert results[1]['errors'] == [('FileNotFoundError', 'gone'), ('RuntimeError', 'rank 0: Odd: odd one')]
+
+
+# ---------------------------------------------------------------- sums that begin in the backward
+
+
+class AllReduces(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == 'c10d' and 'allreduce' in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def _begun(reduce_dtype):
+    """Returns the numbers of sums that each of two micro-batches began, and the weights after the step."""
+    with DDPStrategy(device='cpu', bucket_bytes=8, reduce_dtype=reduce_dtype) as strategy:
+        model = TwoPaths()
+        model, optimizer = strategy.prepare((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+        begun = []
+        for x, last in ((1.0, False), (2.0**-8 if strategy.rank else 0.0, True)):
+            with strategy.accumulate(model, last=last), AllReduces() as found:
+                loss = sum(model(name, torch.tensor([x, 1.0])) for name in 'abc')
+                strategy.backward(loss, model, optimizer)
+                begun.append(found.count)
+        strategy.optimizer_step(optimizer)
+        return begun, [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(('dtype', 'small'), [('fp32', 2.0**-8), ('bf16', 0.0)])
+def test_the_last_backward_sums_each_bucket_once_it_is_complete(dtype, small):
+    for begun, weights in run_distributed(_begun, 2, dtype):
+        assert begun == [0, 3]  # each parameter is a bucket
+        assert weights == [[1 - (2 + small), 1 - 4.0]] * 3  # bf16 rounds 2 + 2^-8 to 2
+
+
+def _late():
+    """Returns the weights after steps in which the last micro-batch has two backwards, one of another optimizer, and in
+    which gradients are dropped after they were sent."""
+    with DDPStrategy(device='cpu', bucket_bytes=8) as strategy:
+        model = TwoPaths()
+        optimizers = [torch.optim.SGD([getattr(model, name)], lr=1.0) for name in 'ab']
+        (model, first), (_, second) = strategy.prepare(*((model, optimizer) for optimizer in optimizers))
+        x = torch.tensor([1.0, 2.0])
+        for optimizer, names in ((first, 'ab'), (second, 'ab'), (first, 'a')):
+            with strategy.accumulate(model, last=True):
+                names = names if strategy.rank else names[0]
+                strategy.backward(sum(model(name, x) for name in names), model, optimizer)
+        strategy.optimizer_step(first)
+        strategy.optimizer_step(second)
+        with strategy.accumulate(model, last=True):
+            strategy.backward(model('a', 100 * x), model, first)
+        strategy.discard_gradients(first)
+        with strategy.accumulate(model, last=True):
+            strategy.backward(model('a', 8 * x), model, first)
+        strategy.optimizer_step(first)
+        return model.a.tolist(), model.b.tolist()
+
+
+def test_gradients_after_their_bucket_was_sent_are_summed_too():
+    # a: 3 backwards on two ranks, then 8 on two; b: 2 backwards on rank 1
+    assert run_distributed(_late, 2) == [([1 - 6 - 16.0, 1 - 12 - 32.0], [1 - 2.0, 1 - 4.0])] * 2
 
 
 # ---------------------------------------------------------------- exit while gloo's threads hold tensors

@@ -59,6 +59,41 @@ def test_other_ranks_end_with_the_message(failing, failure, other, message):
     assert message.split(': ')[1] in texts[failing] and ('Traceback' in texts[failing]) == ('KeyError' in message)
 
 
+def test_waiting_for_generation_is_not_timed():
+    codes, texts = launch(
+        """
+        from types import SimpleNamespace
+        from chatgpt.rollout import SamplingParams
+        from chatgpt.trainer.collect import Collector
+        from chatgpt.types import Prompt
+
+        class Slow:
+            environment, generator = None, None
+            abilities = SimpleNamespace(answers_ahead=False)
+
+            def generate(self, call):
+                if rank == 1:
+                    asleep.set('asleep', '1')
+                    time.sleep(1.5)
+                    asleep.set('awake', '1')
+                return [len(call.prompts)]
+
+        passing = strategy.ranks.status.clock
+        strategy.ranks.status.clock = lambda: 0.0 if asleep.check(['awake']) else passing()
+        collector = Collector(strategy, Slow(), SamplingParams(max_new_tokens=2), policy=None)
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', flush=True)
+            found = collector._timed(SimpleNamespace(prompts=[1]))
+            assert strategy.all_gather_object(found) == [[1], [1]]
+            print('generated', collector.generating_s > 1, flush=True)
+        """,
+        HOURS,
+    )
+    assert codes == [0, 0], texts
+    assert [text.splitlines()[-1] for text in texts] == ['generated False', 'generated True']
+
+
 def test_a_rank_that_has_finished_learns_of_a_late_failure():
     codes, texts = launch("""
         with strategy.failure_guard():

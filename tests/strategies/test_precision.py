@@ -443,6 +443,25 @@ def test_a_narrow_model_is_what_it_was_after_the_strategy(with_16_bits):
         assert torch.equal(model(batch), wide), 'fp32, of the rounded weights'
 
 
+def test_the_copy_that_generates_does_not_autocast(with_16_bits):
+    """With adapters on a bf16 folder the trained model enters autocast by hooks; the copy of one dtype must not."""
+    torch.manual_seed(0)
+    actor = AutoActor(config=tiny_config('llama'), lora_rank=2)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.copy_(parameter.bfloat16())
+    seen = []
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        optimizer = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad])
+        actor, optimizer = strategy.prepare((actor, optimizer))
+        with strategy.full_model(actor) as full, torch.no_grad():
+            for model in (actor, full):
+                model.model.model.norm.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled('cpu')))
+                model(collate(tiny_sequences()))
+            assert {p.dtype for p in full.parameters()} == {torch.bfloat16}
+    assert seen == [True, False]
+
+
 def test_a_trunk_that_learns_elsewhere_is_not_rounded():
     torch.manual_seed(0)
     actor = AutoActor(config=tiny_config('llama'))
