@@ -37,7 +37,7 @@ def test_a_run_on_a_cpu(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob('*.json')
-    assert 'passed' in (tmp_path / 'logs/worker.log').read_text()
+    assert 'short test summary' in (tmp_path / 'logs/worker.log').read_text()
     content = json.loads(path.read_text())
     assert content['device_type'] == content['machine']['device_type'] == 'cpu'
     parts = {p['name']: p for p in content['parts']}
