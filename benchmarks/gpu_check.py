@@ -1,17 +1,18 @@
 """Checks a machine with a GPU: tests marked `gpu`, speed of generation and PPO, peak memory against the plan, capacity,
 TRL on the same card. Writes one JSON file and a table; `make gpu-check` runs it.
 
-    python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests decode-gpt2] [--out FOLDER]
+    python benchmarks/gpu_check.py [--call A] [--wheels FOLDER] [--parts tests decode-gpt2] [--out FOLDER]
     python benchmarks/gpu_check.py --device cpu            # tiny sizes, to test the program; ignore the measurements
     python benchmarks/gpu_check.py --page [FILE.json]      # writes results into docs/gpu.md and runs nothing
 
-docs/gpu_check.md describes the parts, and how --budget_s is divided among them. Parts share one process (gpu_parts.py),
-which restarts when one fails. The file, <device>-<date>.json, is written after each part.
+docs/gpu_check.md describes the parts of the three calls, and how --budget_s is divided among them. Parts share one
+process (gpu_parts.py), which restarts when one fails. The file, <device>-<date>-<call>.json, is written after each part;
+the folder logs beside it keeps the output of the processes and the numbers of each part.
 
-Exit code 0: every part passed, or was left out because the card is too small or an optional package is missing (extra
-parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (results so
-far are written); 2: a mistake in the flags, or the machine lacks what every part needs. No network is used. For several
-GPUs, start the benchmarks with torchrun.
+Exit code 0: every part passed, or was left out because the card is too small or an optional package is missing; 1: a
+part failed, ran out of time or was not reached, or the run was interrupted (results so far are written); 2: a mistake in
+the flags, or the machine lacks what every part needs. No network is used. For several GPUs, start the benchmarks with
+torchrun.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import gpu_page
 from harness import GIB, ROOT, Worker, environment, install_wheels, write_json
 
 SCRIPT = ROOT / 'benchmarks/gpu_parts.py'
+CALLS = ('A', 'B', 'C')
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 BUDGET_S, START_S = 530, 40
@@ -52,11 +54,11 @@ class Part:
     """One measurement, a function of gpu_parts.py.
 
     Args:
+        call: the call that it belongs to.
         needs: packages that it requires; it is left out if one is missing.
         worker: parts of the same name share a process.
         memory: bytes that the card must have.
         wheels: a folder of --wheels that it requires; the function receives its parent.
-        extra: runs only in time that is left over.
     """
 
     name: str
@@ -67,49 +69,60 @@ class Part:
     worker: str = 'main'
     memory: int = 0
     wheels: str = ''
-    extra: bool = False
+    call: str = 'A'
 
 
 def cuda_parts() -> list[Part]:
-    """Returns the parts of a GPU, the most important first."""
+    """Returns the parts of a GPU: of call A, which tells whether it works and where time goes, of call B, which decides
+    defaults, and of call C; in each the most important first."""
     generated = {'batch': 64, 'prompt': 64, 'new': 512}
-    phases = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2}
+    phases = {'num_episodes': 4, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 2}
     batch = {'experience_batch_size': 32, 'train_batch_size': 32, 'max_tokens_per_batch': 4096}
     one = {'rungs': ['s']} | phases | {'num_episodes': 1, 'ignore_phases': 0}
     trl = {'precision': 'bf16', 'rung': 's', 'sequences': 64, 'prompt': 64, 'new': 128, 'lengths': ['eos', 'fixed']}
-    ways = {'model': 'gpt2', 'precision': 'bf16', 'batch': 64, 'prompt': 64, 'new': 128, 'rounds': 2}
-    colossalai: dict[str, Any] = {'needs': COLOSSALAI, 'worker': 'colossalai'}
-    vllm: dict[str, Any] = {'needs': ('vllm',), 'worker': 'vllm', 'extra': True}
+    ways = {'model': 'qwen2-1.5b', 'precision': 'bf16', 'batch': 64, 'prompt': 64, 'new': 128, 'rounds': 2}
+    colossalai: dict[str, Any] = {'needs': COLOSSALAI, 'worker': 'colossalai', 'call': 'C'}
+    vllm: dict[str, Any] = {'needs': ('vllm',), 'worker': 'vllm', 'call': 'C'}
     trunk = {'model': 'qwen2-7b', 'memory': 16 * GIB, 'prompt': 512, 'new': 512}
     capacity = {'caps': [8 * GIB, 16 * GIB, 24 * GIB], 'options': ['micro', 'lean']}
     lora = {'ladder': 'opt', 'rungs': ['1.3b', '350m'], 'lora_rank': 16}
+    verl = {'model': 'qwen2-0.5b', 'sequences': 256, 'prompt': 105, 'new': 239, 'batch': 64, 'tokens': 16384}
     return [
         Part('device', 'device', 12),
-        Part('tests', 'tests', 75, {'workers': 3}),
-        Part('decode-gpt2', 'decode', 22, {'model': 'gpt2'} | generated, memory=6 * GIB),
-        Part('decode-qwen2', 'decode', 55, {'model': 'qwen2-1.5b'} | generated, memory=11 * GIB),
-        Part('ppo-s', 'ppo', 18, {'rungs': ['s']} | phases | batch),
-        Part('ppo-large', 'ppo', 35, {'rungs': ['xl', 'l', 'm']} | phases | batch),
-        Part('trl-1.12', 'peer', 35, {'peer': 'trl_ppo'} | trl, memory=16 * GIB, wheels='trl_ppo'),
-        Part('trl-0.11.4', 'peer', 35, {'peer': 'trl_classic'} | trl, memory=16 * GIB, wheels='trl_classic'),
+        Part('tests', 'tests', 90, {'workers': 3}),
+        Part('decode-qwen2', 'decode', 70, {'model': 'qwen2-1.5b'} | generated, memory=11 * GIB),
+        Part('kernels', 'kernels', 60, {'model': 'qwen2-1.5b', 'batch': 64, 'rows': 8, 'tokens': 512}, memory=40 * GIB),
+        Part('sampler', 'sampler', 12, {'rows': [64, 256], 'vocab': 151936}),
+        Part('ppo-step', 'step', 75, verl | {'rounds': 3}, memory=24 * GIB),
+        Part(
+            'learn-16k',
+            'kernels',
+            25,
+            {'model': 'qwen3-0.6b', 'rows': 1, 'tokens': 16384, 'recompute': True},
+            memory=24 * GIB,
+        ),
+        Part('ppo-s', 'ppo', 25, {'rungs': ['s']} | phases | batch),
+        Part('decode-gpt2', 'decode', 25, {'model': 'gpt2'} | generated, memory=6 * GIB),
         Part('trunk-7b', 'trunk', 55, trunk, memory=16 * GIB, needs=('bitsandbytes',)),
-        Part('ddp', 'ppo', 12, {'strategy': 'ddp'} | one),
-        Part('fsdp', 'ppo', 12, {'strategy': 'fsdp'} | one),
-        Part('fsdp_cpu', 'ppo', 16, {'strategy': 'fsdp_cpu'} | one),
-        Part('capacity', 'capacity', 40, capacity),
-        Part('zero2', 'ppo', 34, {'strategy': 'colossalai_zero2'} | one, **colossalai),
-        Part('gemini', 'ppo', 34, {'strategy': 'colossalai_gemini'} | one, **colossalai),
-        Part('zero1', 'ppo', 16, {'strategy': 'colossalai_zero1'} | one, **colossalai, extra=True),
-        Part('zero2_cpu', 'ppo', 16, {'strategy': 'colossalai_zero2_cpu'} | one, **colossalai, extra=True),
-        Part('gemini_cpu', 'ppo', 16, {'strategy': 'colossalai_gemini_cpu'} | one, **colossalai, extra=True),
+        Part('decode-ways', 'decode_ways', 200, ways, memory=11 * GIB, call='B'),
+        Part('logprobs', 'head', 50, {'sizes': [[896, 8192]], 'vocab': 151936}, call='B'),
+        Part('compiled-blocks', 'blocks', 60, {'layers': 8, 'width': 2048}, call='B'),
+        Part('ppo-large', 'ppo', 60, {'rungs': ['xl', 'l', 'm']} | phases | batch, call='B'),
+        Part('trl-1.12', 'peer', 40, {'peer': 'trl_ppo'} | trl, memory=16 * GIB, wheels='trl_ppo', call='B'),
+        Part('trl-0.11.4', 'peer', 40, {'peer': 'trl_classic'} | trl, memory=16 * GIB, wheels='trl_classic', call='B'),
         Part(
             'decode-vllm', 'decode_vllm', 120, {'models': ['qwen2-1.5b', 'gpt2']} | generated, memory=16 * GIB, **vllm
         ),
-        Part('decode-ways', 'decode_ways', 180, ways, memory=6 * GIB, extra=True),
-        Part('logprobs', 'head', 60, {'sizes': [[896, 8192]], 'vocab': 151936}, extra=True),
-        Part('compiled-blocks', 'blocks', 60, {'layers': 8, 'width': 2048}, extra=True),
-        Part('opt-1.3b-lora', 'ppo', 40, lora | phases, extra=True),
-        Part('ppo-s-fp32', 'ppo', 20, {'rungs': ['s'], 'precision': 'fp32'} | phases, extra=True),
+        Part('capacity', 'capacity', 40, capacity, call='C'),
+        Part('ddp', 'ppo', 12, {'strategy': 'ddp'} | one, call='C'),
+        Part('fsdp', 'ppo', 12, {'strategy': 'fsdp'} | one, call='C'),
+        Part('fsdp_cpu', 'ppo', 16, {'strategy': 'fsdp_cpu'} | one, call='C'),
+        Part('opt-1.3b-lora', 'ppo', 40, lora | phases, call='C'),
+        Part('ppo-s-fp32', 'ppo', 20, {'rungs': ['s'], 'precision': 'fp32'} | phases, call='C'),
+        *(
+            Part(name, 'ppo', 34, {'strategy': f'colossalai_{name}'} | one, **colossalai)
+            for name in ('zero2', 'gemini', 'zero1', 'zero2_cpu', 'gemini_cpu')
+        ),
     ]
 
 
@@ -126,6 +139,9 @@ ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
     'capacity': (30, {'caps': [48 * 2**20], 'options': ['lean'], 'ladder': 'tiny', 'batch_size': 2, **LENGTHS}),
     'decode_ways': (90, TINY | {'batch': 2, 'rounds': 1, 'ways': ['plain', 'fixed']}),
     'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
+    'kernels': (40, TINY | {'rows': 2, 'tokens': 16}),
+    'sampler': (10, {'rows': [2], 'vocab': 1300, 'repeats': 1}),
+    'step': (30, TINY | {'sequences': 4, 'batch': 2, 'tokens': 32, 'rounds': 1}),
     'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
 }
 """budget and options on a CPU, by function"""
@@ -142,6 +158,8 @@ def cpu_parts() -> list[Part]:
         options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED} | tiny
         if 'model' in options:
             options['model'] = 'tiny-gpt2' if options['model'] == 'gpt2' else 'tiny-qwen2'
+        if part.function == 'kernels' and 'batch' in options:
+            options['batch'] = 2
         if 'lora_rank' in options:
             options['lora_rank'] = 2
         budget_s = 40 if part.worker == 'colossalai' else budget_s
@@ -151,9 +169,7 @@ def cpu_parts() -> list[Part]:
 
 def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
     """Returns the seconds for a part: at most twice its budget, from what later parts do not need."""
-    part, later = parts[number], sum(p.budget_s for p in parts[number + 1 :] if not p.extra)
-    if part.extra:
-        return min(float(part.budget_s), left_s - later)
+    part, later = parts[number], sum(p.budget_s for p in parts[number + 1 :])
     return min(left_s, max(float(part.budget_s), min(2.0 * part.budget_s, left_s - later)))
 
 
@@ -168,19 +184,19 @@ def variables(device: str, site: str | None) -> dict[str, str]:
 
 
 class Runner:
-    """Runs parts one after another in a process that they share."""
+    """Runs parts one after another in a process that they share.
 
-    def __init__(self, device: str, site: str | None = None, wheels: Path | None = None) -> None:
-        self.device, self.wheels = device, wheels
+    Args:
+        folder: of the log of the processes and of the numbers of each part, which stay.
+    """
+
+    def __init__(self, device: str, folder: Path, site: str | None = None, wheels: Path | None = None) -> None:
+        self.device, self.folder, self.wheels = device, folder, wheels
         self.env = variables(device, site)
-        self.folder = Path(tempfile.mkdtemp(prefix='gpu-check-'))
-        self.log = self.folder / 'worker.log'
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / 'worker.log'
         self.worker: Worker | None = None
         self.machine: dict[str, Any] = {}
-
-    def close(self) -> None:
-        self.end_worker()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_worker(self, name: str, timeout_s: float) -> Worker | None:
         """Returns the process of that name, after ending any other; None if it does not start in time.
@@ -222,10 +238,8 @@ class Runner:
 
     def run(self, part: Part, timeout_s: float) -> dict[str, Any]:
         """Returns status, seconds, the end of the output, and the numbers that the part wrote."""
-        reason = self.lacks(part)
-        if reason is not None:
-            return {'name': part.name, 'status': 'left out', 'reason': reason}
         out = self.folder / f'{part.name}.json'
+        out.unlink(missing_ok=True)
         begin, start = self.log.stat().st_size if self.log.exists() else 0, time.monotonic()
         record: dict[str, Any] = {'name': part.name, 'budget_s': part.budget_s, 'function': part.function}
         try:
@@ -317,17 +331,21 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def file_name(device: str | None) -> str:
+def file_name(device: str | None, call: str) -> str:
     slug = re.sub(r'[^a-z0-9]+', '-', (device or 'unknown').lower()).strip('-')
-    return f'{slug}-{time.strftime("%Y-%m-%d")}.json'
+    return f'{slug}-{time.strftime("%Y-%m-%d")}-{call.lower()}.json'
 
 
 def check(
     parts: Sequence[Part], runner: Runner, *, out: Path, budget_s: float, begun: float | None = None
 ) -> dict[str, Any]:
-    """Runs the parts one after another and writes the file after each. begun: the start of the budget by
-    time.monotonic; default: now."""
-    done: list[dict[str, Any]] = []
+    """Runs the parts one after another and writes the file after each. What cannot run is left out before time is
+    shared out. begun: the start of the budget by time.monotonic; default: now."""
+    reasons = {part.name: reason for part in parts if (reason := runner.lacks(part)) is not None}
+    done: list[dict[str, Any]] = [{'name': n, 'status': 'left out', 'reason': why} for n, why in reasons.items()]
+    for record in done:
+        print(f'{record["name"]}: left out, {record["reason"]}', flush=True)
+    wanted, parts = len(parts), [part for part in parts if part.name not in reasons]
     begun = time.monotonic() if begun is None else begun
     start_s, path, stopped = round(time.monotonic() - begun, 1), None, False
     content: dict[str, Any] = {}
@@ -339,7 +357,6 @@ def check(
         else:
             record = runner.run(part, limit)
         stopped = stopped or record['status'] == 'interrupted'
-        record |= {'extra': True} if part.extra else {}
         done.append(record)
         line = f'{part.name}: {record["status"]}, {record.get("seconds", 0)} s {record.get("reason", "")}'
         print(line.rstrip(), flush=True)
@@ -352,20 +369,24 @@ def check(
             'budget_s': budget_s,
             'start_s': start_s,
             'wall_s': round(time.monotonic() - begun, 1),
-            'passed': len(done) == len(parts) and all(map(is_well, done)),
+            'call': part.call,
+            'passed': len(done) == wanted and all(map(is_well, done)),
             'planner': planner_errors(done),
             'decode': decode_ratios(done),
+            'decisions': gpu_page.decisions(done),
             'parts': done,
         }
-        path = path or out / file_name(content['device'])
+        path = path or out / file_name(content['device'], part.call)
         write_json(path, content)
+    if not content:
+        raise ValueError(f'no part can run here: {"; ".join(reasons.values())}')
     print(f'\n{gpu_page.table(content)}\n{"passed" if content["passed"] else "failed"}: {path}')
     return content
 
 
 def is_well(record: Mapping[str, Any]) -> bool:
     """Returns True if the part is no reason for exit code 1."""
-    return record['status'] in ('passed', 'left out') or (record['status'] == 'not reached' and 'extra' in record)
+    return record['status'] in ('passed', 'left out')
 
 
 def parse_args() -> argparse.Namespace:
@@ -373,7 +394,8 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument('--device', choices=('cuda', 'cpu'), default='cuda', help='cpu: tiny sizes, without a GPU')
-    parser.add_argument('--parts', nargs='+', metavar='NAME', help='run only these parts')
+    parser.add_argument('--call', choices=CALLS, default='A', help='the parts to run; in this order, one call each')
+    parser.add_argument('--parts', nargs='+', metavar='NAME', help='run these parts, of any call')
     parser.add_argument('--wheels', type=Path, metavar='FOLDER', help='wheels of packages that the machine lacks')
     parser.add_argument(
         '--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu'
@@ -395,7 +417,7 @@ def main() -> int:
         signal.signal(sign, signal.default_int_handler)
     try:
         if args.page is not None:
-            gpu_page.fill_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results))
+            gpu_page.fill_page(ROOT / 'docs/gpu.md', [Path(args.page)] if args.page else gpu_page.newest(results))
             return 0
         if unknown:
             raise ValueError(f'there is no part {unknown[0]!r}; there are {", ".join(p.name for p in parts)}')
@@ -404,7 +426,8 @@ def main() -> int:
             site = tempfile.mkdtemp(prefix='gpu-check-site-')
             if any(wheels.glob('*.whl')) or not any(wheels.glob('*/*.whl')):
                 install_wheels(wheels, site, args.budget_s - LEAST_S)
-        runner = Runner(args.device, site, wheels)
+        out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
+        runner = Runner(args.device, out / 'logs', site, wheels)
         missing = not_installed(REQUIRED, runner.env)
         if missing:
             raise ValueError(
@@ -417,8 +440,7 @@ def main() -> int:
             raise ValueError(f'the process of the parts cannot start: {error}: {output[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')
-        out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
-        chosen = [p for p in parts if not args.parts or p.name in args.parts]
+        chosen = [p for p in parts if (p.name in args.parts if args.parts else p.call == args.call)]
         return 0 if check(chosen, runner, out=out, budget_s=args.budget_s, begun=begun)['passed'] else 1
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
@@ -428,7 +450,7 @@ def main() -> int:
         return 1
     finally:
         if runner is not None:
-            runner.close()
+            runner.end_worker()
         if site is not None:
             shutil.rmtree(site, ignore_errors=True)
 

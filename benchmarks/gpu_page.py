@@ -1,14 +1,14 @@
 """Tables of the results of gpu_check.py, and their page, docs/gpu.md.
 
 Replaces the table `results` of the page and, in its table of what has run on a GPU, the last cell of each row that
-names parts in backticks in its second cell.
+names parts in backticks in its second cell. The files of the calls of a day are one table.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,94 @@ def with_result(content: Record, function: str) -> list[tuple[str, Record]]:
     """Returns (name, numbers) of the parts of a function that wrote numbers."""
     found = [(p['name'], p.get('result')) for p in content['parts'] if p.get('function') == function]
     return [(name, result) for name, result in found if isinstance(result, dict)]
+
+
+# ---------------------------------------------------------------------- what the numbers decide
+
+
+def _speedup(old: str, new: str, *keys: str) -> Callable[[Record], float | None]:
+    """Returns a function of a part's result: the number `old` divided by `new`, within the entries `keys`."""
+
+    def ratio(result: Record) -> float | None:
+        for key in keys:
+            result = result.get(key, {})
+        return result[old] / result[new] if old in result and new in result else None
+
+    return ratio
+
+
+def _of_ways(result: Record) -> float | None:
+    rates = {n: w['tokens_per_s'] for n, w in result.get('ways', {}).items() if 'tokens_per_s' in w}
+    others = [rate for name, rate in rates.items() if not name.startswith('compiled')]
+    return rates['compiled'] / max(others) if 'compiled' in rates and others else None
+
+
+def _of_heads(old: str, new: str) -> Callable[[Record], float | None]:
+    def ratio(result: Record) -> float | None:
+        return _speedup(old, new)({c['case']: c['seconds'] for c in result.get('cases', ())})
+
+    return ratio
+
+
+DECISIONS: tuple[tuple[str, str, Callable[[Record], float | None], float, bool], ...] = (
+    ('norms, rotary and SwiGLU compiled: `LocalEngine(fixed_steps=)`', 'decode-ways', _of_ways, 1.15, False),
+    ('draws in two levels: `inverse_cdf`', 'sampler', _speedup('one_level_ms', 'two_levels_ms', '256'), 1.0, True),
+    ("the fused head: `logprob_kernel='auto'`", 'logprobs', _of_heads('plain', 'fused'), 1.0, True),
+    (
+        "liger's head where it is installed: `logprob_kernel='auto'`",
+        'logprobs',
+        _of_heads('fused', 'liger'),
+        1.15,
+        False,
+    ),
+    (
+        'blocks compiled for learning: `compile_blocks`',
+        'compiled-blocks',
+        _speedup('plain_s', 'compiled_s'),
+        1.15,
+        False,
+    ),
+)
+"""what is faster, the part that measures it, how many times as fast by its result, from how many times on it is the
+default on CUDA, and whether it is"""
+
+
+def decisions(parts: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns the defaults that the measured parts decide: which, times as fast, from when on, whether it pays and
+    whether it is the default."""
+    results = {p['name']: p['result'] for p in parts if isinstance(p.get('result'), dict)}
+    found = []
+    for what, name, ratio, least, default in DECISIONS:
+        times = ratio(results[name]) if name in results else None
+        if times is not None:
+            found.append({'what': what, 'times': times, 'least': least, 'pays': times >= least, 'default': default})
+    return found
+
+
+PUBLISHED = (
+    (
+        'learn-16k',
+        '0.6B, one sequence of 16,384 tokens, recomputed blocks, one H100',
+        '[prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks): MFU 11.1 %, 12.5 GiB '
+        '(26.8 % at 65,536 tokens)',
+        lambda r: f'MFU {r["learn"]["mfu_of_h100"]:.1%}, {bytes_of(r["learn"]["peak_bytes"])}',
+    ),
+    (
+        'ppo-step',
+        'PPO step of 0.5B, 256 prompts of 105 + 239 tokens, critic and reference, one GPU',
+        "[verl's quickstart](https://verl.readthedocs.io/en/latest/start/quickstart.html): 67.7 s (generating 21.5, reference "
+        '4.4, values 5.8, learning 36.0); its card is not named',
+        lambda r: f'{r["step_s"]:.1f} s (collecting {r["rounds"][-1]["collect_s"]:.1f})',
+    ),
+    (
+        'trunk-7b',
+        'tokens of a sequence on a 4-bit trunk of 7 to 8B in 16 GB',
+        '[Unsloth](https://unsloth.ai/docs/basics/unsloth-benchmarks): 40,724 in SFT of one sequence; 78,475 in 24 GB, '
+        '342,733 in 80 GB',
+        lambda r: f'PPO at {r["prompt"] + r["new"]} tokens: {bytes_of(r["peak"])}' if r.get('peak') else '',
+    ),
+)
+"""part, what it measures, what others published, its words"""
 
 
 # ---------------------------------------------------------------------- summary of a part
@@ -54,6 +142,18 @@ def _words(record: Record, result: Record) -> str:
     if function == 'decode' and 'times' in result:
         times = ', '.join(f'{value:.1f} times {name}' for name, value in result['times'].items())
         return f'{result["engine"]["tokens_per_s"]:.0f} tokens/s; of `model.generate` {times}'
+    if function == 'sampler':
+        return ', '.join(
+            f'{n} rows: {r["draw_ms"]:.2f} ms a draw'
+            for n, r in result.items()
+            if isinstance(r, dict) and 'draw_ms' in r
+        )
+    if function == 'step' and 'step_s' in result:
+        return f'{result["step_s"]:.1f} s a PPO step of {result["sequences"]} sequences'
+    if function == 'kernels':
+        learn, launches = result['learn'], {n: t['launches'] for n, t in result.get('decode', {}).items()}
+        steps = ''.join(f', {number:.0f} kernels a decode step ({name})' for name, number in launches.items())
+        return f'learning at {learn["share_of_peak"]:.0%} of the matrix product, {learn["kernels"]["launches"]:.0f} kernels{steps}'
     if function == 'decode_vllm':
         rates = {name: r['tokens_per_s'] for name, r in result.items() if 'tokens_per_s' in r}
         return ', '.join(f'{name} {rate:.0f} tokens/s' for name, rate in rates.items())
@@ -92,7 +192,21 @@ def table(content: Record) -> str:
         for p in content['parts']
     ]
     lines += lines_of('part | status | s / budget | what came out', parts)
-    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity, _ways, _logprobs, _blocks):
+    for make in (
+        _failed_tests,
+        _decided,
+        _published,
+        _decode,
+        _ppo,
+        _peers,
+        _memory,
+        _capacity,
+        _ways,
+        _logprobs,
+        _blocks,
+        _kernels,
+        _watched,
+    ):
         lines += make(content)
     return '\n'.join(lines).strip() + '\n'
 
@@ -100,6 +214,48 @@ def table(content: Record) -> str:
 def _failed_tests(content: Record) -> list[str]:
     results = [p['result'] for p in content['parts'] if p['name'] == 'tests' and isinstance(p.get('result'), dict)]
     return lines_of('failed tests', [[f'`{name}`'] for result in results for name in result.get('failed', ())])
+
+
+def _decided(content: Record) -> list[str]:
+    rows = [
+        [d['what'], f'{d["times"]:.2f}', f'{d["least"]:g}', *('yes' if d[k] else 'no' for k in ('pays', 'default'))]
+        for d in content['decisions']
+    ]
+    return lines_of('default on CUDA | times as fast | from | pays | is the default', rows)
+
+
+def _published(content: Record) -> list[str]:
+    results = {p['name']: p['result'] for p in content['parts'] if p['status'] == 'passed' and p.get('result')}
+    rows = [[what, theirs, words(results[name])] for name, what, theirs, words in PUBLISHED if name in results]
+    return lines_of('what | published | here', rows)
+
+
+def _kernels(content: Record) -> list[str]:
+    lines = []
+    for name, r in with_result(content, 'kernels'):
+        learn = r['learn']
+        memory = f'held {bytes_of(learn["held_bytes"])}, peak {bytes_of(learn["peak_bytes"])}'
+        copies = ' and '.join(f'{ms:.0f}' for ms in learn['copy_ms'])
+        head = (
+            f'{name}, {learn["rows"]} x {learn["tokens"]}: {memory}, step {learn["step_ms"]:.0f} ms, copy {copies} ms'
+        )
+        tables = [(head, learn['kernels']), *((f'{name}, decode {n}', t) for n, t in r.get('decode', {}).items())]
+        for what, found in tables:
+            rows = [[f'`{kernel[:90]}`', f'{number:.0f}', f'{us:.0f}'] for kernel, number, us in found['top']]
+            lines += lines_of(f'{what} | {found["launches"]:.0f} | {found["us"]:.0f} µs', rows)
+    return lines
+
+
+def _watched(content: Record) -> list[str]:
+    rows = []
+    for part in content['parts']:
+        seen = (part.get('result') or {}).get('watched')
+        if seen and (seen['warnings'] or seen['attention'] or seen['captures'] or seen['given_up']):
+            graphs = f'{seen["captures"]}, {seen["given_up"]} given up, {seen["capture_ms"]:.0f} ms'
+            rows.append(
+                [part['name'], ', '.join(seen['attention']), graphs, '; '.join(seen['warnings']).replace('|', '/')]
+            )
+    return lines_of('part | attention of decode | graphs captured | warnings', rows)
 
 
 def _decode(content: Record) -> list[str]:
@@ -182,24 +338,29 @@ def _blocks(content: Record) -> list[str]:
 # ---------------------------------------------------------------------- docs/gpu.md
 
 
-def newest(folder: Path) -> Path:
-    """Returns the latest result file of a folder, by the date in its content."""
-    files = {path: json.loads(path.read_text()) for path in folder.glob('*.json')}
+def newest(folder: Path) -> list[Path]:
+    """Returns the files of the latest day and its device, by call."""
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))}
     if not files:
         raise ValueError(f'{folder} holds no results; make gpu-check writes them where there is a GPU')
-    return max(files, key=lambda path: (files[path]['date'], path.stat().st_mtime))
+    last = max(files, key=lambda path: (files[path]['date'], path.stat().st_mtime))
+    same = [p for p, c in files.items() if all(c[key] == files[last][key] for key in ('date', 'device'))]
+    return sorted(same, key=lambda path: files[path].get('call', ''))
 
 
-def fill_page(page: Path, file: Path) -> None:
-    """Writes a result file into the page."""
-    if not file.is_file():
-        raise ValueError(f'{file}: there is no such file')
-    content = json.loads(file.read_text())
-    if content['device_type'] != 'cuda':
-        raise ValueError(f'{file} is of a rehearsal on a CPU, which says nothing about a GPU')
+def fill_page(page: Path, files: Sequence[Path]) -> None:
+    """Writes the result files of the calls of a day into the page."""
+    contents = []
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f'{file}: there is no such file')
+        contents.append(json.loads(file.read_text()))
+        if contents[-1]['device_type'] != 'cuda':
+            raise ValueError(f'{file} is of a rehearsal on a CPU, which says nothing about a GPU')
     lines = page.read_text().split('\n')
-    page.write_text('\n'.join(_row(line, content) if line.startswith('| ') else line for line in lines))
-    write_page(page, results=table(content))
+    whole = contents[0] | {'parts': [part for content in contents for part in content['parts']]}
+    page.write_text('\n'.join(_row(line, whole) if line.startswith('| ') else line for line in lines))
+    write_page(page, results='\n'.join(map(table, contents)))
 
 
 def _row(line: str, content: Record) -> str:

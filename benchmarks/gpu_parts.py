@@ -15,16 +15,19 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import capacity as sweeps
 import decode as decoding
 import dummy
+import gpu_steps
 import ladders
 import logprobs
 import torch
@@ -33,7 +36,7 @@ import which_gpu
 from arithmetic_done import matmul_peak
 from harness import GIB, ROOT, generate, machine, script_parser, wall_seconds, write_json
 from random_models import checkpoint_blocks, empty_model, fill, random_model
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3Config
 from work import Case, Line
 
 from chatgpt.nn import Actor
@@ -81,7 +84,7 @@ class Note:
 
 
 def config_of(model: str, positions: int) -> Any:
-    """Returns the config of `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b` or a tiny model."""
+    """Returns the config of `gpt2` (124 million), a `qwen2` of 0.5, 1.5 or 7 billion, `qwen3-0.6b` or a tiny model."""
     if model == 'gpt2':
         return ladders.config('gpt', 's', positions)
     if model == 'tiny-gpt2':
@@ -89,7 +92,11 @@ def config_of(model: str, positions: int) -> Any:
     if model == 'tiny-qwen2':
         small = {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4}
         return Qwen2Config(**small, num_key_value_heads=2, vocab_size=256, max_position_embeddings=positions)
-    return which_gpu.config_of({'qwen2-1.5b': '1.5B', 'qwen2-7b': '7B'}[model])
+    if model == 'qwen3-0.6b':
+        sizes = {'hidden_size': 1024, 'intermediate_size': 3072, 'num_hidden_layers': 28, 'num_attention_heads': 16}
+        more = {'num_key_value_heads': 8, 'head_dim': 128, 'vocab_size': 151936, 'tie_word_embeddings': True}
+        return Qwen3Config(**sizes, **more, max_position_embeddings=max(positions, 32768))
+    return which_gpu.config_of(model.removeprefix('qwen2-').upper())
 
 
 # ---------------------------------------------------------------------- the device
@@ -121,7 +128,8 @@ def tests(note: Note, *, workers: int, files: Sequence[str] = ()) -> None:
     """Runs the tests marked `gpu`, by gpu_tests.py."""
     chosen = ['--files', *files] if files else []
     code = subprocess.call([sys.executable, HERE / 'gpu_tests.py', note.out, f'--workers={workers}', *chosen])
-    if code or (note.card and not json.loads(note.out.read_text())['passed']):
+    note.content = json.loads(note.out.read_text()) if note.out.exists() else {}
+    if code or (note.card and not note.content['passed']):
         raise RuntimeError(f'exit code {code}' if code else 'no marked test ran on the device')
 
 
@@ -148,8 +156,9 @@ def _rate(tokens: int, duration: float) -> dict[str, float]:
     return {'tokens_per_s': tokens / duration, 'seconds': duration}
 
 
-def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
-    """Measures a first phase, with the check of the model and graph capture, and two later ones."""
+def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int = 5) -> None:
+    """Measures a first phase, with the check of the model and graph capture, and later ones. The rate is the median
+    from the third on: an engine keeps its graphs from the second, when it knows the memory that learning leaves."""
     prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
     tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
@@ -163,11 +172,13 @@ def _local_engine(note: Note, policy: Any, ids: Any, new: int) -> None:
         if sum(s.num_actions for s in samples) != tokens:
             raise RuntimeError(f'other than {tokens} tokens came')
 
-    note.write(first_phase=_rate(tokens, wall_seconds(lambda: phase(0), note.device)) | took)
-    later: list[float] = []
-    for number in (1, 2):
-        later.append(wall_seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
-        note.write(engine=_rate(tokens, statistics.median(later)) | took | {'rounds': len(later)})
+    spent: list[float] = []
+    for number in range(rounds):
+        spent.append(wall_seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
+        note.write(first_phase=_rate(tokens, spent[0]), phases_s=spent)
+        note.write(engine=_rate(tokens, statistics.median(spent[2:] or spent[-1:])) | took | {'rounds': len(spent)})
+        if spent[-1] > note.left() / 4:  # `model.generate` needs more
+            break
 
 
 def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
@@ -229,6 +240,32 @@ def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
     """Compares the engine's attention kernels and decoding modes, by `decode.py`."""
     config = config_of(model, settings['prompt'] + settings['new'])
     note.write(model=model, **decoding.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
+
+
+# ---------------------------------------------------------------------- inside a step
+
+
+def kernels(note: Note, *, model: str, batch: int = 0, prompt: int = 64, new: int = 64, **sizes: Any) -> None:
+    """Counts the kernels of a learning micro-batch and, with a `batch`, of a decode step, by gpu_steps.py."""
+    config, settings = (
+        config_of(model, max(prompt + new, sizes['tokens'])),
+        {'precision': 'bf16', 'recompute': False} | sizes,
+    )
+    note.write(model=model, learn=gpu_steps.learning(note, config, **settings))
+    if batch:
+        sizes = {'batch': batch, 'prompt': prompt, 'new': new, 'precision': settings['precision']}
+        note.write(decode=gpu_steps.decode_step(note, config, **sizes))
+
+
+def sampler(note: Note, **settings: Any) -> None:
+    """Measures a draw of the sampler, by gpu_steps.py."""
+    gpu_steps.sampler(note, **settings)
+
+
+def step(note: Note, *, model: str, precision: str = 'bf16', **sizes: Any) -> None:
+    """Measures PPO steps, by gpu_steps.py."""
+    note.write(model=model)
+    gpu_steps.ppo_step(note, config_of(model, sizes['prompt'] + sizes['new']), precision=precision, **sizes)
 
 
 # ---------------------------------------------------------------------- learning
@@ -437,24 +474,66 @@ def peer(
                 note.write()
 
             case = replace(case, model=model)
-            logs = work / 'logs'
+            logs = note.out.parent / f'{peer}-{kind}'
             found = vs_peers.compare(case, *sides, rounds=rounds, logs=logs, site=site, report=report)
             note.write(about=found['about'])
             took = time.perf_counter() - begun
 
 
-PARTS = (device, tests, decode, decode_ways, decode_vllm, head, blocks, ppo, trunk, capacity, peer)
+PARTS = (
+    device, tests, decode, decode_ways, decode_vllm, kernels, sampler, step, head, blocks, ppo, trunk, capacity, peer
+)  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., None]] = {part.__name__: part for part in PARTS}  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- the process
 
 
+@contextmanager
+def watched(note: Note) -> Iterator[None]:
+    """Records in `watched` what a part falls back to in silence: warnings, the forms of attention of local engines, and
+    captures of CUDA graphs with their milliseconds, and how many were given up."""
+    seen: dict[str, Any] = {'warnings': [], 'attention': [], 'captures': 0, 'given_up': 0, 'capture_ms': 0.0}
+    end, graph = LocalEngine.end, torch.cuda.graph
+
+    def ended(engine: Any) -> None:
+        if engine.attention_form not in seen['attention']:
+            seen['attention'].append(engine.attention_form)
+        end(engine)
+
+    @contextmanager
+    def captured(*args: Any, **settings: Any) -> Iterator[None]:
+        begun, what = time.perf_counter(), 'given_up'
+        try:
+            with graph(*args, **settings):
+                yield
+            what = 'captures'
+        finally:
+            seen[what] += 1
+            seen['capture_ms'] += 1e3 * (time.perf_counter() - begun)
+
+    with (
+        patch.object(LocalEngine, 'end', ended),
+        patch.object(torch.cuda, 'graph', captured),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter('default')
+        try:
+            yield
+        finally:
+            seen['warnings'] = sorted(
+                {f'{w.category.__name__}: {" ".join(str(w.message).split())}'[:300] for w in caught}
+            )
+            print(*seen['warnings'], sep='\n', file=sys.stderr)
+            note.write(watched=seen)
+
+
 def do(task: dict[str, Any], place: Any) -> dict[str, Any]:
     """Runs one part and frees its memory."""
     note = Note(place, Path(task['out']), task['seconds'])
     try:
-        FUNCTIONS[task['function']](note, **task['options'])
+        with watched(note):
+            FUNCTIONS[task['function']](note, **task['options'])
         answer: dict[str, Any] = {'status': 'passed'}
     except LeftOut as reason:
         answer = {'status': 'left out', 'reason': str(reason)}

@@ -69,8 +69,16 @@ def sweep(
     forward: Callable[[Batch], T],
 ) -> Iterator[tuple[list[int], T]]:
     """Yields (positions, result of `forward`) for every micro-batch; positions are empty for a dummy batch."""
+    on_cuda = strategy.device.type == 'cuda'
     for positions in cuts:
-        batch = make_batch(positions).to(strategy.device)
+        batch = make_batch(positions).to(strategy.device, pin_memory=on_cuda)
         with strategy.autocast(scoring=True):
             given = forward(batch)
         yield positions, given
+
+
+def read_back(results: SequenceOf[Tensor]) -> list[Tensor]:
+    """Returns 1-D results of micro-batches on the CPU in fp32, by a single copy, for which the host waits once."""
+    if not results:
+        return []
+    return list(torch.cat([r.float() for r in results]).cpu().split([len(r) for r in results]))

@@ -22,6 +22,8 @@ _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 # 52 bits, not 53: then u * total < total in float64 for every total, so a draw never exceeds the cumulative sum
 UNIFORM_BITS = 52
+COLUMNS = 512
+"""columns of a block of `in_two_levels`: near the root of a vocabulary of 152 000"""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -63,6 +65,9 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Samples by inverting the cumulative distribution. A token of probability 0 is never drawn.
 
+    On an accelerator by `in_two_levels`, whose sums have another order: the token differs only if the uniform number
+    is within rounding of fp64 of an edge.
+
     Args:
         probs: (n, V) fp32; rows sum to 1 up to rounding, zeros are allowed.
         uniform: (n, 1) float64 in [0, 1).
@@ -71,12 +76,36 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         The token, (n, 1) int64, with the interval that contains the uniform number, and the interval's upper edge minus
         the uniform number, (n, 1) float64.
     """
+    if probs.device.type != 'cpu' and probs.shape[-1] > COLUMNS:
+        return in_two_levels(probs, uniform)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform * cdf[:, -1:]
     # right=True finds the first entry strictly above the target, so tokens of probability 0 are skipped. The clamp only
     # matters for non-finite rows, which the caller reports.
     token = torch.searchsorted(cdf, target, right=True).clamp_(max=probs.shape[-1] - 1)
     return token, cdf.gather(1, token) - target
+
+
+def in_two_levels(probs: Tensor, uniform: Tensor, columns: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    """As `inverse_cdf`, by a scan over sums of blocks of columns, then a scan within the block that contains the
+    uniform number: a scan over a whole row of 152 000 columns leaves most of a GPU idle and writes fp64 for each."""
+    n, size = probs.shape
+    whole = size - size % columns
+    sums = probs[:, :whole].view(n, -1, columns).sum(-1, dtype=torch.float64)
+    if whole < size:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], dim=1)
+    cdf = sums.cumsum(-1)
+    target = uniform * cdf[:, -1:]
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=sums.shape[1] - 1)
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    index = block * columns + torch.arange(columns, device=probs.device)
+    inside = torch.where(index < size, probs.gather(1, index.clamp(max=size - 1)), 0.0).cumsum(-1, dtype=torch.float64)
+    rest = target - before
+    # the sum of a block and the scan within it round differently, so `rest` may reach the end of the scan: then the
+    # token is the last one of the block with a probability above 0, where the scan first has its last value
+    last = torch.searchsorted(inside, inside[:, -1:].contiguous())
+    place = torch.minimum(torch.searchsorted(inside, rest, right=True), last)
+    return (block * columns + place).clamp_(max=size - 1), inside.gather(1, place) - rest
 
 
 def edge_distances(room: Tensor, token_probs: Tensor) -> Tensor:

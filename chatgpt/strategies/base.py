@@ -34,6 +34,7 @@ from chatgpt.strategies.copies import (
     fits,
     lora_merged,
     matmul_weights,
+    stored_weights,
 )
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
@@ -86,7 +87,7 @@ class Strategy(OnRanks):
     seed: int
 
     _keeps_narrow: ClassVar[bool] = True
-    """True: computes under autocast from fp32 weights, so frozen ones can be kept in the compute dtype"""
+    """True: models are whole and compute under autocast, so weights can be kept in the compute dtype"""
     _fuses: ClassVar[bool] = True
     """True: `make_optimizer` returns torch's fused AdamW on CUDA"""
     _only_16_bits: bool = False
@@ -267,6 +268,7 @@ class Strategy(OnRanks):
             if max_norm is not None:
                 self._scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
             self._step(pair.optimizer)
+            self._narrow.store(pair.user_model)
         if pair.scaler is not None:
             pair.scaler.update(finite)
         self.discard_gradients(optimizer)
@@ -280,7 +282,7 @@ class Strategy(OnRanks):
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
         for parameter in pair.user_model.parameters():
-            parameter.grad = None
+            parameter.grad = self._narrow.exact(parameter).grad = None
 
     # ------------------------------------------------------------------ weights and optimizer states in files
 
@@ -346,7 +348,8 @@ class Strategy(OnRanks):
         if not self.is_rank_0:
             return {}
         tensors, aliases = states.named_tensors(self.unwrap(model))
-        full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
+        exact = {n: self._narrow.exact(t).detach() for n, t in tensors.items()}
+        full = {n: (t.float() if t.is_floating_point() else t).cpu() for n, t in exact.items()}
         return full | {alias: full[name] for alias, name in aliases.items()}
 
     # ------------------------------------------------------------------ pieces for training checkpoints
@@ -358,7 +361,8 @@ class Strategy(OnRanks):
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         kept = self._narrow.ids(self.unwrap(model))
-        return self._own_pieces(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
+        exact = {name: self._narrow.exact(tensor) for name, tensor in tensors.items()}
+        return self._own_pieces(exact, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fills weights and buffers in place from pieces of any layout."""
@@ -369,6 +373,7 @@ class Strategy(OnRanks):
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
                 states.copy_from(reader, stored, tensors[name])
+        self._narrow.store(module)
 
     def optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, Any], Iterable[Piece]]:
         """Returns JSON (hyperparameters of the groups, loss scale), and the pieces '<parameter>/<slot>' that this rank
@@ -514,6 +519,8 @@ class Strategy(OnRanks):
             self._keep_narrow(model, optimizer)
         model, optimizer = self._setup_pair(model, optimizer, names)
         self.sums.check_optimizer(optimizer)
+        if self._stores_narrow:
+            self._narrow.give_masters(user_model, optimizer)
         self._register(user_model, model)
         scaler = LossScaler() if self.numerics.scales_loss else None
         pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
@@ -535,11 +542,20 @@ class Strategy(OnRanks):
         from chatgpt.nn import lora
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
-        frozen = [p for p in matmul_weights(module) if not p.requires_grad and id(p) not in owned | elsewhere]
+        weights = stored_weights(module) if self._stores_narrow and optimizer is None else []
+        weights = weights or matmul_weights(module)
+        frozen = [p for p in weights if not p.requires_grad and id(p) not in owned | elsewhere]
         if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
             lossless = self.broadcast_object(fits(module, frozen, numerics.dtype))
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
         return frozen
+
+    @property
+    def _stores_narrow(self) -> bool:
+        """True if weights are stored in bf16, those that learn with fp32 masters. In fp16, states between blocks could
+        overflow, and an exact run learns from fp32 weights."""
+        numerics = self.numerics
+        return numerics.precision == 'bf16' and self._keeps_narrow and not numerics.emulated and not self.sums.exact
 
     def _register(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)

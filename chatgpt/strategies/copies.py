@@ -1,5 +1,5 @@
-"""Forms of a module other than its fp32 weights: frozen weights in the compute dtype, copies for generation, and frozen
-models that are in host memory while they are not used."""
+"""Forms of a module other than its fp32 weights: weights in the compute dtype with fp32 masters of those that learn,
+copies for generation, and frozen models that are in host memory while they are not used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 STATE_BUFFERS = re.compile(
     r'(^|\.)(embed_positions\.weights|attn\.bias|slope_rate|query_decay|key_decay|diagonal_decay)$'
@@ -71,6 +72,23 @@ def fits(module: nn.Module, weights: Iterable[nn.Parameter], dtype: torch.dtype)
     return [id(p) in stored if p.is_meta else torch.equal(p.to(dtype).to(p.dtype), p) for p in weights]
 
 
+def stored_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the weights that a bf16 run stores in bf16: those of transformers models in `module`, but for what
+    transformers itself keeps in fp32 in models of 16 bits. Heads of `chatgpt.nn` compute in fp32 and are not among
+    them. Empty for a model with adapters, whose base must be exact for folding."""
+    from transformers import PreTrainedModel
+
+    from chatgpt.nn.lora import has_lora, is_shared
+
+    if has_lora(module):
+        return []
+    models = [(path, part) for path, part in module.named_modules() if isinstance(part, PreTrainedModel)]
+    named = [pair for path, part in models for pair in part.named_parameters(path)]
+    fp32 = kept_in_fp32(module)
+    found = {id(p): p for name, p in named if not is_shared(p) and not (fp32 is not None and fp32.search(name))}
+    return list(found.values())
+
+
 @torch.no_grad()
 def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
     """Converts the fp32 ones among these weights to `dtype`, in place, and returns them."""
@@ -97,7 +115,9 @@ def without_autocast(copied: nn.Module) -> nn.Module:
 
 
 class NarrowWeights:
-    """Frozen weights that are stored in the compute dtype, where that changes no bit of a result (`matmul_weights`).
+    """Weights that are stored in the compute dtype: frozen ones, and those that learn, in place of which an optimizer
+    steps fp32 masters (Micikevicius et al. 2018, "Mixed precision training", section 3.1). Autocast then casts no
+    weight in a micro-batch, and with all weights of a model in 16 bits the states between its blocks are too.
 
     Args:
         autocast: context to enter in forwards without it, where weights and states of two dtypes cannot be multiplied.
@@ -109,6 +129,8 @@ class NarrowWeights:
         """by id of a module"""
         self._wide: set[int] = set()
         """ids of modules inside `widened`"""
+        self._masters: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """(weight, master) by id of the weight"""
         self._hooks: list[Any] = []
 
     def keep(self, module: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
@@ -117,6 +139,50 @@ class NarrowWeights:
         if kept and id(module) not in self._kept:
             self._kept[id(module)] = kept
             self._enter_autocast(module)
+
+    def give_masters(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Stores the weights of a module in 16 bits if this optimizer trains all of them, and gives it their masters.
+
+        The gradient of a micro-batch is added to the master's in fp32 and then freed.
+        """
+        owned = {id(p) for group in optimizer.param_groups for p in group['params'] if p.requires_grad}
+        weights = [p for p in stored_weights(module) if p.dtype is torch.float32]
+        if any(id(p) not in owned for p in weights):
+            return
+        for weight in weights:
+            master = nn.Parameter(weight.data)
+            master.master_of = weight  # type: ignore[attr-defined]
+            self._masters[id(weight)] = weight, master
+            weight.data = weight.detach().to(self.dtype)
+            self._hooks.append(weight.register_post_accumulate_grad_hook(self._add_gradient))
+        for group in optimizer.param_groups:
+            group['params'] = [self.exact(p) for p in group['params']]
+        for weight in weights:
+            if weight in optimizer.state:
+                optimizer.state[self.exact(weight)] = optimizer.state.pop(weight)
+        if weights:
+            self._enter_autocast(module)
+
+    def _add_gradient(self, weight: Tensor) -> None:
+        master, gradient = self.exact(weight), weight.grad
+        weight.grad = None
+        if gradient is not None:
+            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+
+    def exact(self, tensor: Any) -> Any:
+        """Returns the master of a weight, and any other tensor itself."""
+        return self._masters[id(tensor)][1] if id(tensor) in self._masters else tensor
+
+    def mastered(self, module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Returns (weight, master) of the weights of a module that have one."""
+        return [self._masters[id(p)] for p in module.parameters() if id(p) in self._masters]
+
+    @torch.no_grad()
+    def store(self, module: nn.Module) -> None:
+        """Writes masters into the weights of a module, after a step or a load."""
+        if pairs := self.mastered(module):
+            weights, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(weights, masters)
 
     def ids(self, module: nn.Module) -> set[int]:
         """Returns the ids of the parameters of `module` that are stored in the compute dtype."""
@@ -138,6 +204,7 @@ class NarrowWeights:
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
+        enter.autocasts = leave.autocasts = True  # type: ignore[attr-defined]
         for part in module.modules():
             if part is module or isinstance(part, PreTrainedModel):
                 self._hooks.append(part.register_forward_pre_hook(enter))
@@ -152,13 +219,18 @@ class NarrowWeights:
             learns: with `changes`, leave weights in fp32 that 16 bits would round, so that what is saved is exact.
         """
         kept = [(p, p.data) for p in self._kept.get(id(module), [])]
+        narrow = [(weight, weight.data) for weight, _ in self.mastered(module)]
         for parameter, data in kept:
             parameter.data = data.float()
+        for weight, master in self.mastered(module):
+            weight.data = master.data
         self._wide.add(id(module))
         try:
             yield
         finally:
             self._wide.discard(id(module))
+            for weight, data in narrow:
+                weight.data = data
             for parameter, data in kept:
                 if changes:
                     before = parameter.data
@@ -174,8 +246,10 @@ class NarrowWeights:
             hook.remove()
         for parameter in (p for kept in self._kept.values() for p in kept):
             parameter.data = parameter.data.float()
-        self._hooks.clear()
-        self._kept.clear()
+        for weight, master in self._masters.values():
+            weight.data = master.data
+        for held in (self._hooks, self._kept, self._masters):
+            held.clear()
 
 
 @contextmanager

@@ -74,7 +74,10 @@ def check_apart(
                 f'{other} and {name} have the same optimizer, which moves the weights of one of them only: make one of '
                 f'{name}.parameters() for {name}'
             )
-    groups = {name: [p for g in optimizer.param_groups for p in g['params']] for name, optimizer in optimizers.items()}
+    groups = {
+        name: [getattr(p, 'master_of', p) for group in optimizer.param_groups for p in group['params']]
+        for name, optimizer in optimizers.items()
+    }
     trained = {id(p): name for name, parameters in groups.items() for p in parameters}
     moving = {id(p) for parameters in groups.values() for p in parameters if p.requires_grad}
     for role, model in frozen.items():

@@ -30,6 +30,8 @@ from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import PPOTrainer, offline, ppo, step
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.callbacks.doctor import Doctor
+from chatgpt.trainer.experience import maker
+from chatgpt.trainer.experience.maker import ExperienceMaker
 from chatgpt.types import Prompt
 
 KINDS: dict[str, dict[str, int]] = {
@@ -150,6 +152,28 @@ def test_a_run_has_the_numbers_of_the_cpu_and_waits_in_no_micro_batch(kind, tmp_
         waits.pop('copy to device')  # transformers 5.17 copies a zero from the host for each mask of BLOOM
     assert waits == {name: times * num_batches for name, times in KINDS[kind].items()}
     assert num_micro_batches > num_batches > 1
+
+
+def test_scoring_waits_once_for_all_micro_batches(tmp_path, monkeypatch):
+    waits, forwards = [], []
+    real, cuts_of_own = ExperienceMaker._run_models, maker.cuts_of_own
+
+    def run_models(*args: Any) -> None:
+        before = cuda.syncs.total()
+        real(*args)
+        waits.append(cuda.syncs.total() - before)
+
+    def cut(*args: Any) -> Any:
+        cuts = cuts_of_own(*args)
+        forwards.append(len(cuts))
+        return cuts
+
+    monkeypatch.setattr(ExperienceMaker, '_run_models', run_models)
+    monkeypatch.setattr(maker, 'cuts_of_own', cut)
+    with pretend_cuda() as cuda, NaiveStrategy(seed=3, precision='fp32', device='cuda:0') as strategy:
+        run = runs.Run(strategy, tmp_path, 1.0, {})
+        runs.fitted(run, runs.online(run, critic=True, max_tokens_per_batch=40, recompute_logprobs=True))
+    assert waits and set(waits) == {1} and min(forwards) > 1
 
 
 def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):

@@ -7,12 +7,22 @@ import math
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 from engine_calls import generated
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, compare_samples, from_generation_kwargs
-from chatgpt.rollout.randomness import _GAMMA, _mix, edge_distances, inverse_cdf, sample_keys, uniforms
+from chatgpt.rollout.randomness import (
+    _GAMMA,
+    COLUMNS,
+    _mix,
+    edge_distances,
+    in_two_levels,
+    inverse_cdf,
+    sample_keys,
+    uniforms,
+)
 from chatgpt.rollout.sampling import TokenSampler, sampling_for
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
@@ -254,6 +264,57 @@ def test_a_token_of_probability_zero_is_never_drawn(scale):
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.25, 0.5, 0.0, 0.0]]) * scale
     uniform = torch.tensor([[0.0], [2.0**-52], [0.5], [1 - 2.0**-52]], dtype=torch.float64)
     assert inverse_cdf(probs.expand(4, -1), uniform)[0].flatten().tolist() == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize('size', [64, 70, 7])
+def test_two_levels_draw_the_tokens_of_a_slow_loop(size):
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.softmax(torch.randn(30, size, generator=generator) * 2, dim=-1)
+    probs[:, : size // 3] = 0  # whole blocks without probability
+    probs[::2, -3:] = 0
+    uniform = torch.rand(30, 1, generator=generator, dtype=torch.float64)
+    uniform[:2, 0] = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
+    token, room = in_two_levels(probs, uniform, columns=8)
+    for row in range(30):
+        numbers = probs[row].tolist()
+        target = float(uniform[row]) * math.fsum(numbers)
+        ends = [math.fsum(numbers[: i + 1]) for i in range(size)]
+        want = next(i for i, end in enumerate(ends) if end > target)
+        assert int(token[row]) == want and numbers[want] > 0
+        assert float(room[row]) == pytest.approx(ends[want] - target, abs=1e-12)
+    one_level = inverse_cdf(probs, uniform)
+    assert torch.equal(token, one_level[0]) and torch.allclose(room, one_level[1], rtol=0, atol=1e-12)
+
+
+def test_two_levels_never_draw_a_token_of_probability_zero_at_the_end_of_a_block():
+    """The sum of the first block is rounded up above the end of its scan; the uniform number is between them."""
+    probs = torch.zeros(1, 16)
+    probs[0, 2], probs[0, 5], probs[0, 9] = 0.25, 0.25, 0.5
+    real = torch.Tensor.sum
+
+    def rounded(self, *args, **kwargs):
+        return real(self, *args, **kwargs) + (torch.tensor([[2.0**-40, 0.0]]).double() if self.dim() == 3 else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, 'sum', rounded)
+        uniform = torch.tensor([[0.5 * (1 + 2.0**-44)]], dtype=torch.float64)
+        token, room = in_two_levels(probs, uniform, columns=8)
+    assert token.tolist() == [[5]] and abs(float(room)) < 2.0**-38
+
+
+def test_an_accelerator_scans_in_two_levels_and_a_cpu_in_one(monkeypatch):
+    probs = torch.softmax(torch.randn(3, COLUMNS + 40, generator=torch.Generator().manual_seed(2)), dim=-1)
+    uniform = torch.tensor([[0.1], [0.5], [0.99]], dtype=torch.float64)
+    cdf = probs.cumsum(-1, dtype=torch.float64)
+    token, room = inverse_cdf(probs, uniform)
+    want = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True)
+    assert torch.equal(token, want) and torch.equal(room, cdf.gather(1, want) - uniform * cdf[:, -1:])
+    with pretend_cuda() as cuda:
+        scans = []
+        real = torch.Tensor.cumsum
+        monkeypatch.setattr(torch.Tensor, 'cumsum', lambda x, *a, **k: (scans.append(x.shape), real(x, *a, **k))[1])
+        found = inverse_cdf(probs.to('cuda:0'), uniform.to('cuda:0'))[0]
+        assert scans == [(3, 2), (3, COLUMNS)] and torch.equal(found.cpu(), want) and cuda.syncs.total() == 3
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from cuda_on_cpu import pretend_cuda
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, M2M100Config, XGLMConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chatgpt.batching import collate
 from chatgpt.launch.arguments import make_strategy
@@ -165,11 +166,10 @@ def test_states_move_between_fused_and_plain(tmp_path):
 # --- weights stored in 16 bits
 
 
-@pytest.mark.parametrize('precision', ['bf16', 'fp16'])
 @pytest.mark.parametrize('family', FAMILIES)
-def test_a_frozen_model_kept_in_16_bits_has_the_bits_of_autocast(family, precision, with_16_bits):
+def test_a_frozen_model_kept_in_fp16_has_the_bits_of_autocast(family, with_16_bits):
     actor, scorer = shifted(Actor(tiny_causal_lm(family))), shifted(RewardModel(tiny_causal_lm(family)))
-    with NaiveStrategy(precision=precision, device='cpu') as strategy:
+    with NaiveStrategy(precision='fp16', device='cpu') as strategy:
         for model in (actor.eval(), scorer.eval()):
             with torch.no_grad(), strategy.autocast():
                 want = model(batch())
@@ -246,6 +246,126 @@ def test_the_weights_under_adapters_are_kept_in_bf16_where_that_loses_nothing(ex
         strategy.optimizer_step(optimizer)
         learned = dict(actor.named_parameters())
         assert all(torch.equal(learned[n], p) for n, p in other.named_parameters() if p.requires_grad)
+
+
+class Casts(TorchDispatchMode):
+    """A mode that records the shapes of matrices that are cast from fp32 to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype is torch.float32 and out.dtype is torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return out
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_models_are_stored_in_bf16_and_a_policy_has_the_bits_of_its_reference(family, with_16_bits):
+    """So the first KL is 0. States between blocks are bf16, heads fp32, and no micro-batch casts a weight."""
+    torch.manual_seed(0)
+    policy = shifted(Actor(tiny_causal_lm(family), value_head=True))
+    weights = {tuple(p.shape) for p in policy.model.parameters() if p.dim() == 2}
+    states = set()
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        reference = strategy.prepare(copy.deepcopy(policy))
+        actor, _ = trained_under(strategy, policy)
+        for model in (reference, actor):
+            assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+            assert {p.dtype for p in model.value_head.parameters()} == {torch.float32}
+        for block in (m for m in actor.modules() if isinstance(m, GradientCheckpointingLayer)):
+            block.register_forward_hook(lambda _, args, out: states.add((args[0].dtype, _first(out).dtype)))
+        with strategy.autocast(), Casts() as casts:
+            got = actor.eval()(batch())
+        with torch.no_grad(), strategy.autocast():
+            want = reference(batch())
+    assert torch.equal(got.logprobs, want.logprobs) and torch.equal(got.values, want.values)
+    assert states == {(torch.bfloat16, torch.bfloat16)}
+    assert not weights.intersection(casts.shapes) and all(shape[::-1] not in weights for shape in casts.shapes)
+
+
+def _first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+def test_masters_learn_from_gradients_that_are_summed_in_fp32(with_16_bits, tmp_path):
+    """Against a loop that sums the gradients of a bf16 model and steps an fp32 copy. Saved weights are the masters."""
+    torch.manual_seed(0)
+    policy = shifted(Actor(tiny_causal_lm('llama')))
+    batches = [collate(tiny_sequences(3, seed=seed)) for seed in range(3)]
+    masters = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    before = {n: p.clone() for n, p in masters.items()}
+    slow = copy.deepcopy(policy)
+    for parameter in slow.parameters():
+        parameter.data = parameter.data.bfloat16()
+    tensors = {n: nn.Parameter(t) for n, t in masters.items()}
+    plain = torch.optim.AdamW(tensors.values(), lr=1e-4, weight_decay=0.0)
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        optimizer = strategy.make_optimizer(policy.parameters(), lr=1e-4)
+        actor, optimizer = strategy.prepare((policy, optimizer))
+        for _ in range(2):
+            for each in batches:
+                with strategy.accumulate(actor, last=each is batches[-1]):
+                    with strategy.autocast():
+                        loss = -actor(each).logprobs.mean()
+                    strategy.backward(loss, actor, optimizer)
+                with strategy.autocast():
+                    loss = -slow(each).logprobs.mean()
+                loss.backward()
+                for name, parameter in slow.named_parameters():
+                    gradient = parameter.grad.float()
+                    tensors[name].grad = gradient if tensors[name].grad is None else tensors[name].grad + gradient
+                    parameter.grad = None
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in tensors.values()))
+            assert strategy.optimizer_step(optimizer) == pytest.approx(norm, rel=1e-5)
+            plain.step()
+            plain.zero_grad()
+            with torch.no_grad():
+                for name, parameter in slow.named_parameters():
+                    parameter.copy_(tensors[name])
+        learned = dict(actor.named_parameters())
+        assert all(torch.equal(learned[n], p) and p.dtype is torch.bfloat16 for n, p in slow.named_parameters())
+        saved = strategy.full_state_dict(actor)
+        assert all(torch.equal(saved[n], p) for n, p in tensors.items())
+        below = [(learned[n] == before[n].bfloat16()) & (saved[n] != before[n]) for n in before]
+        assert any(bool(moved.any()) for moved in below)  # steps below bf16's spacing are kept
+        pieces = {p.name: p.data for p in strategy.model_pieces(actor)}
+        assert all(torch.equal(pieces[n], p.detach().reshape(-1)) for n, p in tensors.items())
+        with strategy.full_model(actor, torch.float32) as full:
+            assert all(torch.equal(p, tensors[n]) for n, p in full.named_parameters())
+        strategy.save_optimizer(optimizer, tmp_path / 'optimizer.pt')
+        torch.save(before, tmp_path / 'before.pt')
+        strategy.load_model(actor, tmp_path / 'before.pt')
+        strategy.load_optimizer(optimizer, tmp_path / 'optimizer.pt')
+        assert all(torch.equal(t, before[n]) for n, t in strategy.full_state_dict(actor).items() if n in before)
+        assert all(torch.equal(p, before[n].bfloat16()) for n, p in actor.named_parameters())
+        assert {s['exp_avg'].dtype for s in optimizer.state.values()} == {torch.float32}
+    assert all(torch.equal(p, before[n]) for n, p in policy.named_parameters())  # fp32 again
+
+
+def test_a_copy_for_generation_runs_without_autocast(with_16_bits):
+    torch.manual_seed(0)
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        actor, _ = trained_under(strategy, Actor(tiny_causal_lm('llama')))
+        with strategy.full_model(actor) as full:
+            assert not any(m._forward_pre_hooks or m._forward_hooks for m in full.modules())
+            full.model.lm_head.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled('cpu')))
+            seen: list[bool] = []
+            with torch.no_grad():
+                full(batch())
+                actor(batch())
+    assert seen == [False] and not torch.is_autocast_enabled('cpu')
+
+
+def test_a_model_of_which_a_part_learns_keeps_its_weights(with_16_bits):
+    """A hydra, and a policy of which one layer learns: what does not learn is saved exactly, from fp32."""
+    torch.manual_seed(0)
+    with NaiveStrategy(precision='bf16', device='cpu') as strategy:
+        hydra = shifted(Actor(tiny_causal_lm('gpt2', layers=2), num_layers_unfrozen=1))
+        trained_under(strategy, hydra)
+        assert {p.dtype for p in hydra.parameters()} == {torch.float32}
 
 
 def test_weights_that_bf16_cannot_hold_are_loaded_whole(with_16_bits, tmp_path):

@@ -19,7 +19,7 @@ from chatgpt.functional.choices import KLKind
 from chatgpt.functional.losses import kl_full
 from chatgpt.functional.masking import whiten
 from chatgpt.functional.ppo import kl_penalty, token_rewards
-from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
+from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, read_back, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
 from chatgpt.trainer.experience.shaping import ScoreShaper
@@ -124,19 +124,19 @@ class ExperienceMaker:
             return policy, compared, policy.values if self.actor_has_values else None
 
         cuts = cuts_of_own(self.strategy, [e.num_tokens for e in experiences], s.max_tokens_per_batch)
+        kept: list[tuple[str, list[Experience], Tensor]] = []
         with reference.onload():
             for positions, (policy, compared, values) in sweep(
                 self.strategy, cuts, lambda at: collate([experiences[i] for i in at], pack=s.packing), forward
             ):
-                records = [experiences[i] for i in positions]
+                found = {'values': values, 'ref_logprobs': None if compared is None else compared.logprobs}
                 if policy is not None and s.recompute_logprobs:
-                    _write(records, 'old_logprobs', policy.logprobs)
-                if compared is not None:
-                    _write(records, 'ref_logprobs', compared.logprobs)
-                if values is not None:
-                    _write(records, 'values', values)
+                    found['old_logprobs'] = policy.logprobs
                 if full_kl and compared is not None:
-                    _write(records, 'kl', kl_full(policy.logits / s.temperature, compared.logits / s.temperature))
+                    found['kl'] = kl_full(policy.logits / s.temperature, compared.logits / s.temperature)
+                records = [experiences[i] for i in positions]
+                kept += [(name, records, flat) for name, flat in found.items() if records and flat is not None]
+        _write(kept)
         for e in experiences:
             if not reference.exists:
                 e.ref_logprobs = e.old_logprobs.clone()
@@ -188,8 +188,8 @@ def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Ex
     )
 
 
-def _write(records: list[Experience], field: str, flat: Tensor) -> None:
-    """Splits a flat (N,) result over the records."""
-    if records:
-        for record, part in zip(records, flat.float().cpu().split([r.num_actions for r in records]), strict=True):
-            setattr(record, field, part.clone())
+def _write(kept: list[tuple[str, list[Experience], Tensor]]) -> None:
+    """Splits the flat (N,) results of micro-batches over their records: (name of the field, records, result)."""
+    for (name, records, _), flat in zip(kept, read_back([flat for *_, flat in kept]), strict=True):
+        for record, part in zip(records, flat.split([r.num_actions for r in records]), strict=True):
+            setattr(record, name, part.clone())

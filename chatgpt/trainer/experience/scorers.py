@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from chatgpt.batching import collate
 from chatgpt.data.rewards.calling import call, check_call, describe_error, made, one_each, place_of
 from chatgpt.data.tokenize import tokenize_again
-from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, sweep
+from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, read_back, sweep
 from chatgpt.types import Experience, Prompt, Sample, Sequence
 
 Score = float | Tensor
@@ -88,10 +88,11 @@ class RewardModelScorer:
 
         cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], self.max_tokens_per_batch)
         with strategy.onload(self.model):
-            for positions, out in sweep(
-                strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model
-            ):
-                for i, value in zip(positions, out.float().tolist(), strict=False):
+            done = [
+                *sweep(strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model)
+            ]
+            for (positions, _), found in zip(done, read_back([out for _, out in done]), strict=True):
+                for i, value in zip(positions, found.tolist(), strict=False):
                     scores[i] = value
         for i, value in enumerate(scores):
             if not math.isfinite(cast(float, value)):
