@@ -204,7 +204,6 @@ class NarrowWeights:
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
-        enter.autocasts = leave.autocasts = True  # type: ignore[attr-defined]
         for part in module.modules():
             if part is module or isinstance(part, PreTrainedModel):
                 self._hooks.append(part.register_forward_pre_hook(enter))
