@@ -77,6 +77,20 @@ class Parts:
     collector: Collector
     maker: ExperienceMaker
     kl_controller: FixedKLController
+    tis_cap: float
+    """0 without a weight"""
+
+
+def tis_cap_of(config: PPOConfig, engine: RolloutEngine) -> float:
+    """Returns `tis_cap`, by default 2 where the engine's log-probs are not the trainer's, and with `max_staleness`.
+
+    2 is the bound that TRL (`vllm_importance_sampling_cap` of its truncated form) and verl (`rollout_is_threshold`)
+    have for the correction of Yao et al. 2025.
+    """
+    if config.tis_cap is not None:
+        return config.tis_cap
+    own = not engine.abilities.exact_logprobs and config.recompute_logprobs is not False
+    return 2.0 if own or config.max_staleness else 0.0
 
 
 def build(
@@ -128,12 +142,13 @@ def build(
         num_samples_per_prompt=config.num_samples_per_prompt,
         max_staleness=config.max_staleness,
     )
-    maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk)
+    tis_cap = tis_cap_of(config, engine)
+    maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk, tis_cap)
     trained = {**models.trained(), **policy.models()}
     for model in trained.values():
         dropout_off(strategy.unwrap(model))
     controller = _kl_controller(config)
-    return Parts(trained, models.optimizers(), shares_trunk, policy, collector, maker, controller)
+    return Parts(trained, models.optimizers(), shares_trunk, policy, collector, maker, controller, tis_cap)
 
 
 def _check_models(owner: str, strategy: Strategy, models: Models, reward_model: nn.Module | None) -> None:
@@ -224,11 +239,12 @@ def _maker(
     scorer: Scorer | None,
     collector: Collector,
     shares_trunk: bool,
+    tis_cap: float,
 ) -> ExperienceMaker:
     recompute = c.recompute_logprobs
     if recompute == 'auto':  # the engine may round differently
         differs = not collector.engine.abilities.exact_logprobs
-        recompute = strategy.numerics.dtype != torch.float32 or c.tis_cap is not None or differs
+        recompute = strategy.numerics.dtype != torch.float32 or bool(tis_cap) or differs
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
     if c.offload == 'idle':
         for frozen in [*models_of(scorer), *([] if models.initial_model is None else [models.initial_model])]:

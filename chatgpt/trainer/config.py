@@ -46,8 +46,8 @@ class PPOConfig(NLPOSettings, LearningSettings):
     """seconds that a reward function may take; after that the run stops. none: no limit"""
     max_staleness: int = 0
     """number of learning phases that the weights behind a sample may lag: engines with their own workers generate this
-    many phases ahead while the trainer learns. 0: samples always come from the newest weights; above 0 needs
-    `tis_cap`"""
+    many phases ahead while the trainer learns. 0: samples always come from the newest weights; above 0 they
+    are weighed by `tis_cap`"""
 
     # reward
     kl_coef: float = 0.1
@@ -125,7 +125,8 @@ class PPOConfig(NLPOSettings, LearningSettings):
     sequence for grpo and gdpo, sequence_sum for dr_grpo, token for the rest"""
     tis_cap: float | None = None
     """weight each token by min(π_old / π_engine, cap), to correct for an engine with different log-probs (Yao et al.
-    2025) or older weights (`max_staleness`), such as 2; none: no correction"""
+    2025) or older weights (`max_staleness`). none: 2 with vLLM and with `max_staleness`, otherwise no weight; 0: no
+    weight"""
     dual_clip: float | None = None
     """bound of the loss of negative advantages, as a multiple of the advantage, above 1 (Ye et al. 2020); none: no
     bound"""

@@ -81,7 +81,7 @@ class ActorLoss:
         old, high, entry = columns['old_logprobs'], clip_high(c), POLICY_LOSSES.find(c.policy_loss)
         metrics: dict[str, Mean | Highest | Lowest] = {}
         losses = entry.fn(PolicyInputs(logprobs, old, columns['advantages'], mask, rows, num_sequences), c)
-        if c.tis_cap is not None:
+        if c.tis_cap:
             weights = truncated_importance_weights(old, columns['logprobs'], c.tis_cap)
             losses = losses * weights
             metrics['tis_weight'] = Mean(masked_sum(weights, mask), mask.sum())

@@ -177,6 +177,22 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     )
 
 
+def mismatch_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
+    """Returns `rollout/...`: how far the engine's log-probs are from those that the trainer recomputed, over the tokens
+    that count; {} without such tokens."""
+    masks = [e.response_mask for e in experiences]
+    old = torch.cat([e.old_logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
+    engine = torch.cat([e.logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
+    if not len(old):
+        return {}
+    far = (old - engine).abs()
+    return {
+        'rollout/logprob_mismatch': float(far.mean()),
+        'rollout/logprob_mismatch_max': float(far.max()),
+        'rollout/engine_kl': float(kl_penalty(engine, old, 'k3').mean()),
+    }
+
+
 def experience_metrics(
     experiences: SequenceOf[Experience], config: PPOConfig, kl_coef: float, shaper: ScoreShaper
 ) -> dict[str, float]:

@@ -44,7 +44,7 @@ PPO_RULES += [
         'nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out',
     ),
     Rule(
-        lambda s: s.nlpo_top_p is not None and s.tis_cap is not None,
+        lambda s: s.nlpo_top_p is not None and s.tis_cap,
         'nlpo_top_p takes the old log-probs from the decode, so there is nothing to weigh: leave tis_cap out',
     ),
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -46,6 +47,7 @@ from chatgpt.trainer.losses import (
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
     experience_metrics,
+    mismatch_metrics,
     performance_metrics,
     rank_metrics,
 )
@@ -142,6 +144,7 @@ class PPOTrainer(Stepwise):
         )
         self.collector, self.policy, self.maker = parts.collector, parts.policy, parts.maker
         self.kl_controller, self.shares_trunk = parts.kl_controller, parts.shares_trunk
+        self.tis_cap = parts.tis_cap
         self.engine, self.sampling, self.scorer = parts.collector.engine, parts.collector.sampling, parts.maker.scorer
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
         self.selection = Selection(config, strategy)
@@ -330,6 +333,8 @@ class PPOTrainer(Stepwise):
     def _end(self, experiences: list[Experience], learned: dict[str, float]) -> dict[str, float]:
         """Ends a learning phase; returns its metrics."""
         metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
+        if self.maker.settings.recompute_logprobs:
+            metrics |= mismatch_metrics(experiences)
         self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
@@ -346,7 +351,8 @@ class PPOTrainer(Stepwise):
 
     def learners(self) -> list[Learner]:
         """Returns the models that learn from the experience of this phase, with their losses."""
-        actor = ActorLoss(self.config, self.policy_output, self.kl_controller.value)
+        config = replace(self.config, tis_cap=self.tis_cap)
+        actor = ActorLoss(config, self.policy_output, self.kl_controller.value)
         if self.shares_trunk:
             return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, ValueLoss(self.config)))]
         learners = [Learner('actor', self.actor, self.actor_optim, actor)]

@@ -100,13 +100,13 @@ PPO_RULES = [
         'num_samples_per_prompt to 2 or more (got {s.num_samples_per_prompt})',
     ),
     Rule(
-        lambda s: s.tis_cap is not None and s.recompute_logprobs is False,
+        lambda s: s.tis_cap and s.recompute_logprobs is False,
         "tis_cap compares the engine's log-probs with recomputed ones: recompute_logprobs=False does not fit it",
     ),
     Rule(
-        lambda s: s.max_staleness and s.tis_cap is None,
-        'max_staleness={s.max_staleness} learns from samples of older weights, which tis_cap weighs: give it (2.0, '
-        'for example)',
+        lambda s: s.max_staleness and (s.tis_cap == 0 or s.recompute_logprobs is False),
+        'max_staleness={s.max_staleness} learns from samples of older weights, which tis_cap weighs by recomputed '
+        'log-probs: leave tis_cap=0 and recompute_logprobs=False out',
     ),
     Rule(
         lambda s: s.failure_reward is not None and s.environment_failures != 'penalise',
@@ -131,14 +131,14 @@ def reads_decode(name: str, reads: Callable[[Any], bool]) -> Rule:
 
 
 DECODE_RULES = [
-    reads_decode('tis_cap', lambda value: value is not None),
+    reads_decode('tis_cap', bool),
     reads_decode('recompute_logprobs', lambda value: value is False),
 ]
 """for `PPOConfig` with reproducible='exact'"""
 
 STEP_RULES = [
     Rule(
-        lambda s: s.tis_cap is not None,
+        lambda s: s.tis_cap,
         "tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out",
     ),
     Rule(

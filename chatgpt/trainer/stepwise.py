@@ -113,6 +113,8 @@ class Stepwise(Trainer):
         # These tokens may come from any source, so the denominator of the ratio is recomputed.
         settings = replace(self.maker.settings, recompute_logprobs=True)
         experiences = self.make(self.collector.decode(samples), scores=checked, settings=settings)
+        for e in experiences:
+            e.logprobs = e.old_logprobs  # nothing is known of those that generated
         self.keep(experiences, self.selection.of_step(experiences))
         return self.learn()
 

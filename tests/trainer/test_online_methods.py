@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,10 +126,31 @@ class Off(LocalEngine):
         return samples
 
 
+class Own(Off):
+    abilities = replace(LocalEngine.abilities, exact_logprobs=False)
+
+
 def test_truncated_importance_sampling_weighs_another_engine():
-    for engine, weight in ((Off(), 1.3), (None, 1.0)):  # exp(0.5) is capped
-        (phase,) = fit(make(engine=engine, tis_cap=1.3), 1).log.phases
-        assert phase['ppo/tis_weight'] == pytest.approx(weight, abs=1e-4)
+    for engine, cap, weight in (
+        (Off(), 1.3, 1.3),  # exp(0.5) is capped
+        (None, 1.3, 1.0),
+        (Own(), None, math.exp(0.5)),  # the default of 2 is above
+        (Own(), 0.0, None),
+        (None, None, None),
+    ):
+        (phase,) = fit(make(engine=engine, tis_cap=cap), 1).log.phases
+        assert phase.get('ppo/tis_weight') == (None if weight is None else pytest.approx(weight, abs=1e-4)), cap
+        far = 0.5 if engine else 0.0
+        found = [phase.get(f'rollout/{n}') for n in ('logprob_mismatch', 'logprob_mismatch_max', 'engine_kl')]
+        if engine or cap:  # in fp32 the log-probs of the local engine are not recomputed
+            assert found == pytest.approx([far, far, math.exp(far) - 1 - far], abs=1e-4)
+        else:
+            assert found == [None] * 3
+
+
+def test_step_does_not_weigh_tokens_that_come_from_anywhere():
+    trainer = make(engine=Own())
+    assert trainer.step(QUERIES, RESPONSES, [0.0] * 4)['ppo/tis_weight'] == 1.0
 
 
 def test_a_kl_in_the_loss_is_not_in_the_reward():

@@ -226,12 +226,13 @@ def test_two_ranks_use_their_own_workers_and_one_rank_continues_with_their_sampl
 
 
 def test_requirements_of_staleness_are_named():
-    for value, text in (
-        (1, '1 learns from samples of older weights, which tis_cap weighs'),
-        (-1, '-1 must not be neg'),
+    for given, text in (
+        ({'max_staleness': 1, 'tis_cap': 0}, '1 learns from samples of older weights, which tis_cap weighs'),
+        ({'max_staleness': 1, 'recompute_logprobs': False}, '1 learns from samples of older weights'),
+        ({'max_staleness': -1}, '-1 must not be neg'),
     ):
         with pytest.raises(ValueError, match=f'max_staleness={text}'):
-            PPOConfig(max_staleness=value).validate(1)
+            PPOConfig(**given).validate(1)
     for engine in (None, LocalEngine(), HFEngine()):
         with pytest.raises(ValueError, match='needs an engine that generates while the trainer learns, such as Remote'):
             make(engine, max_staleness=1, tis_cap=2.0)

@@ -29,7 +29,8 @@ GROUP = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4}
 A2C = {'advantage_estimator': 'a2c'}
 APART = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 4, 'kl_coef': 0.0}
 BROKEN: list[dict[str, Any]] = [
-    *({name: value} for name, value in {'lr_decay_steps': 7, 'lr_end_factor': 0.1, 'max_staleness': 1}.items()),
+    *({name: value} for name, value in {'lr_decay_steps': 7, 'lr_end_factor': 0.1}.items()),
+    {'max_staleness': 1, 'tis_cap': 0.0},
     *({'policy_loss': loss, 'dual_clip': 3.0} for loss in ('reinforce', 'cispo')),
     {'policy_loss': 'gspo', 'loss_aggregation': 'token'},
     {'kl_in': 'loss', 'kl_kind': 'full'},
