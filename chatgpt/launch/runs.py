@@ -338,9 +338,10 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     shared_trunk: bool = False
     """hold actor, critic, reward model and reference as adapters on one frozen model: least memory; needs lora_rank
     (docs/one_card.md)"""
-    critic_from: Literal['reward_model', 'actor'] = 'reward_model'
-    """initial weights of a separate critic: reward_model, if there is one with the policy's tokens and a head,
-    otherwise the actor; actor: the actor's weights with a new head"""
+    critic_from: str = 'reward_model'
+    """initial weights of the critic: reward_model, if there is one with the policy's tokens and a head, otherwise the
+    actor; actor: the actor's weights with a new head; or a folder or hub name: a saved critic, a reward model, or
+    another model, of any size but with the policy's tokenizer (docs/critic.md)"""
     critic_lr: float | None = None
     """learning rate of a separate critic"""
     num_layers_unfrozen: int = -1

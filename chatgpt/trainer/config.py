@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from chatgpt.functional.choices import Aggregation, KLKind
 from chatgpt.rules import check
-from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
+from chatgpt.trainer.algorithms import CRITIC_LOSSES, ESTIMATORS, POLICY_LOSSES, Estimator, settings_of
 from chatgpt.trainer.experience.shaping import ScoreScaling
 from chatgpt.trainer.nlpo import NLPOSettings
 from chatgpt.trainer.rules import PPO_RULES
@@ -139,6 +139,19 @@ class PPOConfig(NLPOSettings, LearningSettings):
     """upper clip range where it differs from eps_clip: up to 1 + eps_clip_high (DAPO uses 0.28); none: the same"""
     value_clip: float | None = 0.4
     """clip new values to old value ± this; none: no clip"""
+    critic_loss: Literal['mse', 'huber', 'categorical'] = 'mse'
+    """mse: half the squared error of the value; huber: linear beyond delta; categorical: the value is the mean of bins
+    whose probabilities are learned by cross-entropy (HL-Gauss, Farebrother et al. 2024; docs/critic.md)"""
+    critic_loss_settings: dict[str, float] | None = None
+    """settings of that loss, such as '{low: -1, high: 1}': delta of huber, 1; bins, low, high and sigma of categorical,
+    101, -10, 10 and 0.75"""
+    critic_warmup_phases: int = 0
+    """number of first learning phases in which only the critic learns: the actor waits, and the rollouts of these
+    phases are kept until the last of them (docs/critic.md)"""
+    critic_epochs: int | None = None
+    """passes of a separate critic over the collected responses in one phase; none: max_epochs"""
+    critic_train_batch_size: int | None = None
+    """sequences of one optimizer step of a separate critic; none: train_batch_size"""
     value_coef: float = 0.1
     """weight of the value loss where actor and critic share a trunk ([T] uses 0.1); a separate critic has its own
     optimizer"""
@@ -162,6 +175,23 @@ class PPOConfig(NLPOSettings, LearningSettings):
         return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
 
     @property
+    def of_critic_loss(self) -> Any:
+        """The settings of the critic's loss itself: None for mse."""
+        return settings_of(
+            CRITIC_LOSSES[self.critic_loss], self.critic_loss_settings, 'critic_loss_settings', 'critic_loss'
+        )
+
+    @property
+    def critic_support(self) -> dict[str, float]:
+        """The bins of the critic's head (`CategoricalHead.support`); {} for a head with one output."""
+        return self.of_critic_loss.support if self.critic_loss == 'categorical' else {}
+
+    @property
+    def critic_apart(self) -> bool:
+        """True if a separate critic learns in passes of its own, and not from the actor's train batches."""
+        return bool(self.critic_warmup_phases or self.critic_epochs or self.critic_train_batch_size)
+
+    @property
     def whitens_advantages(self) -> bool:
         return self.estimator.whitens if self.whiten_advantages is None else self.whiten_advantages
 
@@ -182,6 +212,9 @@ class PPOConfig(NLPOSettings, LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
+        _ = self.of_critic_loss
         check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)
         check_cut('train_batch_size', self.train_batch_size, world_size)
+        if self.critic_train_batch_size is not None:
+            check_cut('critic_train_batch_size', self.critic_train_batch_size, world_size)
