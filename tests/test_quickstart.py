@@ -224,7 +224,7 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
         ({'samples': ['a'], 'seed': 2}, "'seed' is a setting of the command; here it is of the strategy"),
         ({'reward_fn': len, 'prompts': ['a'], 'num_episodes': 2}, 'here give num_timesteps'),
         ({'samples': ['a'], 'lr': 'fast'}, "lr: 'fast' is no number"),
-        ({'reward_fn': len, 'prompts': ['a'], 'critic_from': 'thin air'}, "critic_from: 'thin air' is none of: rewar"),
+        ({'reward_fn': len, 'prompts': ['a'], 'critic': 'thin air'}, "critic: 'thin air' is none of: own"),
         (
             {'samples': ['a'], 'config': {'train.lr': 1e-3, 'optimizer.lr': 1e-4}},
             'train.lr and optimizer.lr both set lr',

@@ -5,6 +5,7 @@
     ppo.py          token rewards, GAE, clipped policy and value loss, aggregation, KL estimators and coefficients
     advantages.py   advantages of other methods: turns, Monte-Carlo, GRPO, RLOO, GDPO, REINFORCE++
     losses.py       losses of other methods: GSPO, CISPO, importance weights, next-token, pairwise
+    values.py       a critic's classification loss over bins (HL-Gauss) and its value
     preference.py   DPO family, KTO, ORPO, SimPO
     ilql.py         offline RL: TD, expectile, CQL, AWAC
 

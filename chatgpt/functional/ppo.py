@@ -177,24 +177,35 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
-    """½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²); with clip=None ½ (V − R)².
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None, *, delta: float | None = None
+) -> Tensor:
+    """max(h(V − R), h(clip(V, V_old − ε, V_old + ε) − R)); with clip=None h(V − R). h(e) is ½ e², or with `delta` δ
+    Huber's: ½ e² where |e| ≤ δ, else δ (|e| − ½ δ).
 
     Source: OpenAI baselines' PPO; "The 37 implementation details of PPO", detail 9, and Ziegler et al.'s code for
-    language models.
+    language models. Huber 1964, "Robust estimation of a location parameter".
 
     Args:
         values: (N,) or any shape.
         old_values, returns: same shape, constants; values from collecting.
         clip: ε > 0, or None.
+        delta: δ > 0, or None for the square.
     """
-    error = (values - returns).square()
+    error = _error(values - returns, delta)
     if clip is None:
-        return 0.5 * error
+        return error
     if not clip > 0:
         raise ValueError(f'value clip {clip!r} must be positive; None switches clipping off')
     near = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    return 0.5 * torch.maximum(error, (near - returns).square())
+    return torch.maximum(error, _error(near - returns, delta))
+
+
+def _error(difference: Tensor, delta: float | None) -> Tensor:
+    if delta is None:
+        return 0.5 * difference.square()
+    size = difference.abs()
+    return torch.where(size <= delta, 0.5 * difference.square(), delta * (size - 0.5 * delta))
 
 
 def aggregate(

@@ -25,8 +25,9 @@ MIB = 2**20
 
 
 def final_folder(run: Run, name: str) -> Path:
-    """Returns the folder of the trained model; `name` is actor or reward_model."""
-    return Path(run.model_path or Path(run.save_path, name))
+    """Returns the folder of the trained model `name`: actor, reward_model or critic."""
+    beside = name == 'critic' and run.trained != 'critic'
+    return Path(run.save_path, name) if beside or not run.model_path else Path(run.model_path)
 
 
 def check_resume(args: Run) -> None:
@@ -51,9 +52,9 @@ def check_resume(args: Run) -> None:
 def check_not_replaced(run: Run, *, resumes: bool) -> None:
     """Raises ValueError if the trained model would replace an existing one. A run that resumes may replace its own."""
     own = resumes and recorded_destination(run) == run.model_path
-    for name in ('actor', 'reward_model'):
+    for name in ('actor', 'reward_model', 'critic'):
         place = final_folder(run, name)
-        for flag in ('pretrain', 'reward_model', 'tokenizer'):
+        for flag in ('pretrain', 'reward_model', 'critic_from', 'tokenizer'):
             source = getattr(run, flag, None)
             if source and Path(source).is_dir() and Path(source).resolve() == place.resolve():
                 raise ValueError(
@@ -62,7 +63,7 @@ def check_not_replaced(run: Run, *, resumes: bool) -> None:
         found = next((path.name for pattern in MODEL_FILES for path in place.glob(pattern)), None)
         if found is None or own:
             continue
-        if run.model_path:
+        if run.model_path and name != 'critic':
             raise ValueError(
                 f'--model_path {place} holds a model already ({found}): choose another folder, or remove it'
             )

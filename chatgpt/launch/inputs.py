@@ -28,8 +28,6 @@ from chatgpt.data.examples import Labelled, Preference
 from chatgpt.data.formats import (
     adopt_turns,
     choose_text,
-    copy_tokenizer,
-    is_for_encoder_decoder,
     note_model,
     shown_format,
     text_choice,
@@ -42,16 +40,14 @@ from chatgpt.environments import EnvironmentSettings, find_environment, make_env
 from chatgpt.environments.transcript import choose_text_for
 from chatgpt.launch import demo_world
 from chatgpt.launch.arguments import load_function, world_size_from_env
+from chatgpt.launch.beside import check_adapter, check_critic, check_lengths, critic_source, reward_model_inputs
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
-from chatgpt.launch.rules import ENCODER_DECODER_RULES, same_file
+from chatgpt.launch.rules import ENCODER_DECODER_RULES
 from chatgpt.launch.runs import DataRun, PPORun, Run, SFTRun
 from chatgpt.nn.kinds import MODELS
-from chatgpt.nn.layouts import layout_of, longest_side
+from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
-from chatgpt.nn.peft_format import adapter_base
-from chatgpt.nn.trunk import text_config
-from chatgpt.nn.weights import HEAD_FILE
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rules import check
@@ -89,6 +85,8 @@ class Inputs:
     """tokenizer of the reward model if it differs from the policy's"""
     reward_context: int | None = None
     """maximum tokens of a sequence of the reward model"""
+    critic_config: Any = None
+    """config of the model that a separate critic starts from; None: that of the reward model or of the actor"""
     environment: Any = None
     """function that makes the environment of an episode"""
     environment_settings: EnvironmentSettings | None = None
@@ -185,7 +183,7 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
     check_tokenizer(tokenizer, config)
     check_router_loss(config)
     check_run_apart(run, config)
-    check_parts(run, config, kind.reward_model if run.trained == 'reward_model' else kind.actor)
+    check_parts(run, config, getattr(kind, run.trained))
     note_model(tokenizer, config)
     choose_text(tokenizer, run.apply_chat_template)
     return config, tokenizer
@@ -236,7 +234,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.reward = load_function(run.reward_fn)
     if run.reward_model:
         if run.shared_trunk:
-            _check_adapter(run.reward_model, run.pretrain)
+            check_adapter('reward model', run.reward_model, run.pretrain)
         config = load_config(run.reward_model, trust_remote_code=run.trust_remote_code)
         check_parts(run, config, MODELS.find('auto').reward_model)
         inputs.reward = run.reward_model
@@ -262,14 +260,15 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.environment is not None:
         _read_environment(run, inputs, context)
     else:
-        _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context', tokenizer)
+        check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context', tokenizer)
     if run.max_timesteps is None:
         if run.environment is not None and not run.prompt_path:
             raise ValueError('max_timesteps: tasks of an environment have no end; give how many timesteps there are')
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
         new = run.max_new_tokens or 0
-        _check_lengths(inputs.train, inputs.reward_context, new, "the reward model's context", tokenizer)
+        check_lengths(inputs.train, inputs.reward_context, new, "the reward model's context", tokenizer)
+    read_critic(run, inputs)
     if run.ptx_data:
         inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[
             0
@@ -281,6 +280,24 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if any(data.has_turns for _, _, data in read):
         inputs.notes.append(_chat_format(tokenizer))
     inputs.generation = run.generation()
+
+
+def read_critic(run: PPORun, inputs: Inputs) -> None:
+    """Sets the config of the model that the critic starts from; raises ValueError if it does not fit the run."""
+    if (source := critic_source(run)) is None:
+        return
+    inputs.critic_config = check_critic(run, source, inputs.config, inputs.tokenizer)
+    if inputs.critic_config is None:
+        return
+    check_parts(run, inputs.critic_config, MODELS.find('auto').critic)
+    context, what = longest_side(inputs.critic_config), f'the context of the critic {source}'
+    if inputs.environment is None:
+        check_lengths(inputs.train, context, run.max_new_tokens or 0, what, inputs.tokenizer)
+    elif context is not None and inputs.longest_opening + (run.max_new_tokens or 0) > context:
+        raise ValueError(
+            f'an episode takes up to {inputs.longest_opening} + {run.max_new_tokens} tokens, past {what} of {context}: '
+            'give fewer new tokens, or another critic_from'
+        )
 
 
 NUM_OPENINGS = 8
@@ -347,62 +364,6 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
         [prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed
     )
     return PromptSet(train), PromptSet(validation)
-
-
-def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str, tokenizer: Any) -> None:
-    if limit is None:
-        return
-    if is_for_encoder_decoder(tokenizer):
-        longest = max(len(prompt.ids) for prompt in prompts)
-        for name, flag, length in (
-            ('prompts', 'max_prompt_tokens', longest),
-            ('responses', 'max_new_tokens', max_new_tokens),
-        ):
-            if length > limit:
-                raise ValueError(f'{name} have up to {length} tokens, past {what} of {limit}; give --{flag} {limit}')
-        return
-    for i in range(len(prompts)):
-        length = len(prompts[i].ids)
-        if length + max_new_tokens > limit:
-            raise ValueError(
-                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
-                'Use --max_prompt_tokens to cut prompts, or fewer new tokens'
-            )
-
-
-def _check_adapter(reward_model: str, pretrain: str | None) -> None:
-    """Raises ValueError unless the reward model is an adapter of the trunk's base, with a head."""
-    base = adapter_base(reward_model)
-    if base is None or not Path(reward_model, HEAD_FILE).is_file():
-        raise ValueError(
-            f'shared_trunk takes a reward model that is an adapter with its head, and {reward_model} is none; '
-            'train one with reward-model --lora_rank 16 --save_adapter, and give its adapter/ folder'
-        )
-    if base != pretrain and not (pretrain and Path(base).exists() and same_file(base, pretrain)):
-        raise ValueError(f'the reward model {reward_model} is an adapter on {base}; the trunk is {pretrain}')
-
-
-def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:
-    """Returns the reward model's tokenizer, None if it equals the policy's, and its context.
-
-    With one tokenizer, decoders and encoder-decoders expect different special tokens."""
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    other_kind = is_for_encoder_decoder(tokenizer) != layout_of(config).is_encoder_decoder
-    own = None
-    if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
-        own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if own is None and other_kind:
-        own = copy_tokenizer(tokenizer)
-    if own is not None and (other_kind or own.get_vocab() != tokenizer.get_vocab()):
-        note_model(own, config)
-        return own, longest_side(config)
-    size = text_config(config).vocab_size
-    if size <= max(tokenizer.get_vocab().values()):
-        raise ValueError(
-            f'the reward model {folder} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '
-            'tokenizer of its own; save its tokenizer in its folder'
-        )
-    return None, longest_side(config)
 
 
 # ---------------------------------------------------------------------- runs that only learn

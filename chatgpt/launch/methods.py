@@ -31,9 +31,9 @@ class Recipe:
             tokenizer=..., run_dir=...)`, as the trainers of `chatgpt.trainer.objectives`; PPO's has other arguments.
         run: class of the settings of a command line, a `runs.Run`; None: `runs.DataRun`, or `runs.PreferenceRun` for a
             `PreferenceConfig`, with the fields of `config`.
-        model: class of the trained model: 'Actor', 'RM' or 'ILQLModel'.
+        model: class of the trained model: 'Actor', 'RM', 'Critic' or 'ILQLModel'.
         reader: function of (run, inputs) that sets `inputs.train` and `inputs.validation`.
-        positional: the setting that a plain word of the command line sets.
+        positional: the setting that a plain word of the command line sets, or several words if it is a list.
         defaults: values of settings that are None; a learning rate of None follows from the model's size.
         learning: key of `SHARES` in `chatgpt.monitor.learning_rate`, which gives that rate.
         settings: defaults that differ from the class's, such as the advantage estimator of GRPO.
@@ -95,6 +95,16 @@ METHODS: Registry[Recipe] = Registry(
             reader='chatgpt.launch.inputs:read_preferences',
             learning='rm',
         ),
+        'critic': Recipe(
+            about='a critic from the recorded responses of earlier runs',
+            run='chatgpt.launch.runs:CriticRun',
+            config=f'{CONFIGS}:CriticConfig',
+            trainer=f'{OBJECTIVES}.critic:CriticTrainer',
+            model='Critic',
+            reader='chatgpt.launch.recorded:read_recorded',
+            positional='rollouts',
+            learning='critic',
+        ),
         'ppo': _online('PPO with a critic, on prompts and a reward'),
         'grpo': _online(
             'GRPO: advantages within a group of responses, no critic', **_GROUP, kl_in='loss', kl_coef=0.04
@@ -141,6 +151,18 @@ METHODS: Registry[Recipe] = Registry(
             advantage_estimator='a2c',
             policy_loss='reinforce',
             max_epochs=1,
+        ),
+        'vc-ppo': _online(
+            'VC-PPO: a critic that is learned first and from whole returns', value_lam=1.0, critic_warmup_phases=3
+        ),
+        'vapo': _online(
+            'VAPO: VC-PPO with a λ that follows the length, a higher upper clip and groups',
+            value_lam=1.0,
+            lam_length=0.05,
+            critic_warmup_phases=3,
+            eps_clip_high=0.28,
+            num_samples_per_prompt=16,
+            kl_coef=0.0,
         ),
         'dpo': _preference(
             'DPO, IPO, cDPO, robust and hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'

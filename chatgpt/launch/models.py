@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from chatgpt import nn
+from chatgpt.launch.beside import critic_source
 from chatgpt.launch.inputs import Inputs
-from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.runs import CriticRun, PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
+from chatgpt.nn.heads import CategoricalHead, load_head, stored_support
 from chatgpt.nn.kinds import MODELS
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
+from chatgpt.nn.reward_model import is_scorer
 from chatgpt.nn.shared import SharedTrunk
+from chatgpt.nn.trunk import width_of
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.policy import policy_class
 
@@ -61,14 +65,16 @@ def trunk_role(inputs: Inputs, kind: str, trunk: SharedTrunk, **options: Any) ->
 
 
 def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
-    """Returns actor, critic and reward model on one base. The critic starts from the reward model's adapter, if there
-    is one and unless critic_from='actor'. The reference is the actor with its adapter off."""
+    """Returns actor, critic and reward model on one base. The critic starts from the adapter that `critic_from` names,
+    by default the reward model's, if there is one. The reference is the actor with its adapter off."""
     run, settings, reward = inputs.run, inputs.settings, inputs.reward
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     adapter = reward if isinstance(reward, (str, Path)) else None
     actor, critic = trunk_role(inputs, 'Actor', trunk), None
     if settings.estimator.needs_values:
-        critic = trunk_role(inputs, 'Critic', trunk, adapter=adapter if run.critic_from == 'reward_model' else None)
+        source = adapter if run.critic_from == 'reward_model' else critic_source(run)
+        head = None if critic_source(run) else bins_head(inputs)
+        critic = trunk_role(inputs, 'Critic', trunk, adapter=source, value_head=head)
     return PPOModels(actor, critic, reward if adapter is None else trunk.reward_model(adapter=adapter), None)
 
 
@@ -80,6 +86,8 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
     """
     run, source = inputs.run, inputs.model
     named = isinstance(source, (str, Path))
+    if kind == 'Critic' and isinstance(run, CriticRun):
+        return build_critic(inputs, str(source), inputs.config)
     if kind == 'ILQLModel':
         return nn.ILQLModel(load_causal_lm(source) if named else source)
     options |= run.lora_keywords()
@@ -98,9 +106,10 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     """Returns the models of a PPO run.
 
     The critic starts from the reward model if that uses the policy's tokenizer (arXiv 2403.17031) and unless
-    critic_from='actor'; else from the actor's weights with a new head. With critic='shared' it is a new value head on
-    the actor: one forward of the trunk gives policy and values. With LoRA and frozen biases the reference is the actor
-    with its adapter off, and there is no initial model.
+    critic_from='actor'; else from the actor's weights with a new head; or from the model that `critic_from` names. With
+    critic='shared' it is a value head on the actor, new or that of `critic_from`: one forward of the trunk gives policy
+    and values. With LoRA and frozen biases the reference is the actor with its adapter off, and there is no initial
+    model.
     """
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
@@ -109,18 +118,44 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     for_critic = inputs
     if own_critic and inputs.model is not None and not isinstance(inputs.model, (str, Path)):
         for_critic = replace(inputs, model=deepcopy(inputs.model))  # the actor adds its adapters to the model in place
-    in_actor = True if settings.estimator.needs_values and run.critic == 'shared' else None
+    in_actor: Any = None
+    if settings.estimator.needs_values and run.critic == 'shared':
+        in_actor = load_head(source) if (source := critic_source(run)) else bins_head(inputs) or True
     actor = build_model(inputs, 'Actor', num_layers_unfrozen=unfrozen, value_head=in_actor)
     reward = inputs.reward
     if isinstance(reward, (str, Path)):
         reward = nn.RewardModel.from_pretrained(reward, trust_remote_code=run.trust_remote_code)
     critic = None
-    if own_critic and run.critic_from == 'reward_model' and inputs.reward_tokenizer is None and _has_head(reward):
-        critic = nn.Critic.from_reward_model(reward, **run.lora_keywords())
+    if own_critic and (source := critic_source(run)):
+        critic = build_critic(inputs, source, inputs.critic_config)
+    elif own_critic and run.critic_from == 'reward_model' and inputs.reward_tokenizer is None and _has_head(reward):
+        head = bins_head(inputs, reward.model.config)
+        critic = nn.Critic.from_reward_model(reward, value_head=head, **run.lora_keywords())
     elif own_critic:
-        critic = build_model(for_critic, 'Critic')
+        critic = build_model(for_critic, 'Critic', value_head=bins_head(inputs))
     mask = deepcopy(actor) if policy_class(settings).takes_copy else None
     return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor), mask)
+
+
+def build_critic(inputs: Inputs, source: str, config: Any) -> Any:
+    """Returns the critic from a folder or hub name with this config: with the head that is stored there, but with a new
+    one for a categorical loss from a reward model, and from a model without a head."""
+    run = inputs.run
+    options: dict[str, Any] = {'checkpoint': run.gradient_checkpointing, 'trust_remote_code': run.trust_remote_code}
+    if is_scorer(source, config):
+        reward, head = nn.RewardModel.from_pretrained(source, **options), bins_head(inputs, config)
+        return nn.Critic.from_reward_model(reward, value_head=head, **run.lora_keywords())
+    head = None if stored_support(source) is not None else bins_head(inputs, config)
+    return nn.Critic.from_pretrained(source, value_head=head, **options, **run.lora_keywords())
+
+
+def bins_head(inputs: Inputs, config: Any = None) -> CategoricalHead | None:
+    """Returns a new head of bins for critic_loss='categorical', else None. config: of the critic, if not the
+    policy's."""
+    settings: Any = inputs.settings
+    if not settings.critic_support:
+        return None
+    return CategoricalHead(width_of(inputs.config if config is None else config), **settings.critic_support)
 
 
 def _has_head(reward: Any) -> bool:

@@ -22,6 +22,7 @@ from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
 from chatgpt.launch.models import (
     PPOModels,
+    bins_head,
     build_model,
     build_ppo_models,
     build_ppo_on_trunk,
@@ -194,8 +195,8 @@ def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
             with strategy.model_init_context():
                 models = build_ppo_models(inputs)
         trainer = ppo_trainer(inputs, strategy, models, engine)
-    if inputs.run.save_adapter:
-        check_export(strategy.unwrap(trainer.models()[inputs.run.trained]))
+    for model in trainer.models().values() if inputs.run.save_adapter else ():
+        check_export(strategy.unwrap(model))
     return trainer
 
 
@@ -248,7 +249,9 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
-        model = trunk_role(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
+        trunk = make_trunk(inputs, strategy.numerics.dtype, strategy.device)
+        head = {'value_head': bins_head(inputs)} if method.model == 'Critic' else {}
+        model = trunk_role(inputs, method.model, trunk, **head)
         initial = None
     else:
         with strategy.model_init_context():
@@ -310,7 +313,9 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
         path = final_folder(run, run.trained)
         trainer.save_pretrained(path, card_samples=run.card_samples)
         if run.save_adapter:
-            write_adapter(run, trainer)
+            write_adapter(run, trainer, run.trained, 'adapter')
+        if by_name and run.trained != 'critic' and 'critic' in trainer.models():
+            write_critic(run, trainer)
         if run.need_optim_ckpt:
             for name, optimizer in trainer.optimizers().items():
                 strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
@@ -330,6 +335,8 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     place = shlex.quote(str(path))
     if run.trained == 'reward_model':
         return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
+    if run.trained == 'critic':
+        return f'python -m chatgpt ppo PROMPTS --pretrain MODEL --critic_from {place}'
     if isinstance(run, PPORun) and run.environment is not None:
         options = f" --environment_options '{json.dumps(run.environment_options)}'" if run.environment_options else ''
         return f'python -m chatgpt evaluate {place} --environment {shlex.quote(run.environment)}{options}'
@@ -337,18 +344,32 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     return f'python -m chatgpt chat {place}' if chats else f'python -m chatgpt generate {place} "your prompt"'
 
 
-def write_adapter(run: Run, trainer: Any) -> None:
-    """Writes the adapters, and the head of a reward model, to `save_path`/adapter, which PEFT loads onto `pretrain`."""
-    path, strategy, model = Path(run.save_path, 'adapter'), trainer.strategy, trainer.models()[run.trained]
+def write_critic(run: Run, trainer: Any) -> None:
+    """Writes a separate critic beside the actor, as a folder that `critic_from` takes, and its adapters if set."""
+    path = final_folder(run, 'critic')
+    trainer.save_pretrained(path, model='critic', card_samples=0)
+    if trainer.strategy.is_rank_0:
+        print(
+            f'critic written to {path}; start another run from it: --critic_from {shlex.quote(str(path))}', flush=True
+        )
+    if run.save_adapter:
+        write_adapter(run, trainer, 'critic', 'critic_adapter')
+
+
+def write_adapter(run: Run, trainer: Any, name: str, folder: str) -> None:
+    """Writes the adapters of a model, and its head if it has one, to a folder in `save_path`, which PEFT loads onto
+    `pretrain`."""
+    path, strategy, model = Path(run.save_path, folder), trainer.strategy, trainer.models()[name]
     weights = strategy.full_state_dict(model, run.save_path)
 
     def write() -> None:
         bare: Any = strategy.unwrap(model)
         export_peft(bare, path, base_model=run.base, state=weights)
         if getattr(bare, 'value_head', None) is not None:
-            save_head(centred_head(weights), path)
+            save_head(bare.value_head, centred_head(weights), path)
 
     strategy.run_on_rank0(write)
-    write_card_of(trainer, path, card_samples=run.card_samples, source=run.base, rank=run.lora_rank)
+    facts = {'source': run.base, 'rank': run.lora_rank}
+    write_card_of(trainer, path, model=name, card_samples=run.card_samples if name == run.trained else 0, **facts)
     if strategy.is_rank_0:
-        print(f'adapter written to {path}', flush=True)
+        print(f'{folder.replace("_", " ")} written to {path}', flush=True)

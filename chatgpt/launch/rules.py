@@ -115,6 +115,11 @@ PPO_RUN_RULES = [
         lambda s: s.critic == 'shared' and s.critic_lr is not None,
         "critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out",
     ),
+    *changed(
+        ('critic_epochs', 'critic_train_batch_size'),
+        lambda s: s.critic == 'shared',
+        "{name}={value} is of a critic with an optimizer of its own; with critic='shared' leave it out",
+    ),
     Rule(
         lambda s: s.critic == 'own' and s.estimator.needs_values and is_changed(s, 'value_coef'),
         'value_coef={s.value_coef} weighs the value loss where actor and critic share a trunk, and this critic is of '

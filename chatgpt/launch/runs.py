@@ -18,6 +18,8 @@ from chatgpt.functional.choices import LogprobKernel
 from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES, own_policy
+from chatgpt.monitor.run_folder.record import RunRecord
+from chatgpt.monitor.run_folder.rollouts import check_recorded
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.rollout.sampling import SamplingParams
@@ -27,7 +29,13 @@ from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.objectives.config import (
+    CriticConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.settings import LearningSettings, Settings
 
@@ -175,6 +183,8 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
     """settings that --help and `init` show, in groups; --help-all shows all"""
     trained: ClassVar[str] = 'actor'
     """the trained model, and the name of its folder"""
+    has_trial: ClassVar[bool] = True
+    """without data it trains on embedded ones"""
     config_class: ClassVar[type[Settings]] = LearningSettings
     """class of the trainer's settings"""
 
@@ -338,9 +348,10 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     shared_trunk: bool = False
     """hold actor, critic, reward model and reference as adapters on one frozen model: least memory; needs lora_rank
     (docs/one_card.md)"""
-    critic_from: Literal['reward_model', 'actor'] = 'reward_model'
-    """initial weights of a separate critic: reward_model, if there is one with the policy's tokens and a head,
-    otherwise the actor; actor: the actor's weights with a new head"""
+    critic_from: str = 'reward_model'
+    """initial weights of the critic: reward_model, if there is one with the policy's tokens and a head, otherwise the
+    actor; actor: the actor's weights with a new head; or a folder or hub name: a saved critic, a reward model, or
+    another model, of any size but with the policy's tokenizer (docs/critic.md)"""
     critic_lr: float | None = None
     """learning rate of a separate critic"""
     num_layers_unfrozen: int = -1
@@ -482,6 +493,59 @@ class RewardRun(DataRun, RewardModelConfig):
     common = DataRun.common | {'the method': ('loss_fn',)}
     trained = 'reward_model'
     config_class = RewardModelConfig
+
+
+@dataclass(kw_only=True)
+class CriticRun(Run, CriticConfig):
+    """A run that learns a critic from the recorded responses of earlier runs."""
+
+    save_path: str = 'outputs/train_critic'
+    pretrain: str | None = None
+    """hub name or folder to start from: a model, a reward model, or a saved critic; none: the model from which the
+    policy of the first run started"""
+    rollouts: list[str] | None = None
+    """folders of runs with recorded responses, of one tokenizer"""
+    validation_percentage: float = 10.0
+    """percentage of the prompts whose responses are held out, for explained variance before and after"""
+
+    method = 'critic'
+    common = {
+        'data': ('rollouts', 'returns_from', 'gamma', 'validation_percentage'),
+        'the model': MODEL,
+        'how long, how much': LENGTH,
+        'the method': ('critic_loss', 'critic_loss_settings'),
+        'the run': RUN,
+    }
+    trained = 'critic'
+    has_trial = False
+    config_class = CriticConfig
+
+    def data_source(self) -> str | None:
+        return ', '.join(self.rollouts or ()) or None
+
+    def fill_defaults(self) -> None:
+        if self.pretrain is None and self.rollouts:
+            self.pretrain = policy_of(self.rollouts[0])
+        super().fill_defaults()
+
+    def validate(self, world_size: int = 1) -> None:
+        if not self.rollouts:
+            raise ValueError('critic learns from recorded responses: give folders of runs, as in critic outputs/ppo')
+        for folder in self.rollouts:
+            check_recorded(folder)
+        if self.base is None:
+            raise ValueError(
+                f'{self.rollouts[0]} does not say which model its policy was: give --pretrain, with the same tokenizer'
+            )
+        if self.validation_file is not None:
+            raise ValueError('critic holds out responses by their prompts: give --validation_percentage')
+        super().validate(world_size)
+
+
+def policy_of(folder: str) -> str | None:
+    """Returns the name or folder of the model from which the policy of a run started; None if it is not known."""
+    record = RunRecord.read(folder)
+    return record.models.get('actor', {}).get('source') if record is not None else None
 
 
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'

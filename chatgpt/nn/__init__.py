@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         OPTActor,
         OPTCritic,
     )
-    from chatgpt.nn.heads import critic_head, mlp_head, reward_head
+    from chatgpt.nn.heads import CategoricalHead, critic_head, mlp_head, reward_head
     from chatgpt.nn.hydra import freeze_below
     from chatgpt.nn.ilql import ILQLModel
     from chatgpt.nn.layouts import start_token
@@ -57,6 +57,7 @@ __all__ = [
     'AutoRM',
     'BLOOMActor',
     'BLOOMCritic',
+    'CategoricalHead',
     'Critic',
     'DebertaCritic',
     'DebertaRM',

@@ -19,7 +19,7 @@ from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, 
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.head_kernels import check_kernel, head_logprobs
-from chatgpt.nn.heads import critic_head, in_fp32
+from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import Role, add_lora, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
@@ -49,6 +49,8 @@ class PolicyOutput(NamedTuple):
     """(N, V) in the model's dtype, not divided by the temperature; only on request"""
     reference: PolicyOutput | None = None
     """output of a hydra's frozen branch on the same trunk; only on request"""
+    value_logits: Tensor | None = None
+    """(N, K) fp32, the outputs of the value head; K is 1 but for a `CategoricalHead`"""
 
 
 class Actor(Role):
@@ -116,6 +118,7 @@ class Actor(Role):
         with_entropy: WithEntropy = False,
         with_logits: bool = False,
         with_reference: bool = False,
+        values_only: bool = False,
     ) -> PolicyOutput:
         """Computes log-probs of a batch's actions.
 
@@ -125,8 +128,14 @@ class Actor(Role):
             with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
             with_reference: also the output of a hydra's reference, from the same pass through the trunk, without
                 gradients.
+            values_only: values alone, with gradients of the value head and none of the trunk; `logprobs` is empty.
         """
         base = base_model(self.model)
+        if values_only:
+            with torch.no_grad():
+                states = flat_hidden(base, batch)[batch.action_index]
+            values, value_logits = head_outputs(self.value_head, states)
+            return PolicyOutput(values.new_zeros(0), values=values, value_logits=value_logits)
         if not with_reference:
             return self._output(
                 flat_hidden(base, batch)[batch.action_index], batch, temperature, with_entropy, with_logits
@@ -151,12 +160,15 @@ class Actor(Role):
         with_values: bool = True,
     ) -> PolicyOutput:
         """Computes the output from the (N, D) states that predict the actions."""
-        values = in_fp32(self.value_head, states) if with_values and self.value_head is not None else None
+        values = value_logits = None
+        if with_values and self.value_head is not None:
+            values, value_logits = head_outputs(self.value_head, states)
         if with_logits:
             logits = self.head(states)
             with entropy_graph(with_entropy):
                 entropy = entropy_of(logits, temperature) if with_entropy else None
-            return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, values, logits)
+            logprobs = logprobs_of(logits, batch.action_ids, temperature)
+            return PolicyOutput(logprobs, entropy, values, logits, value_logits=value_logits)
         vocab = text_config(self.model.config).vocab_size
         logprobs, entropy = head_logprobs(
             states,
@@ -168,7 +180,7 @@ class Actor(Role):
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        return PolicyOutput(logprobs, entropy, values)
+        return PolicyOutput(logprobs, entropy, values, value_logits=value_logits)
 
     def trunk(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.nn.heads import critic_head, in_fp32
+from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
@@ -24,7 +24,7 @@ class Critic(Role):
 
     Args:
         model: a base model, or a causal LM, whose base model is used. A DeBERTa-v2 gets a causal attention mask.
-        value_head: (..., D) → (..., 1); None makes a linear one that starts near zero.
+        value_head: (..., D) → (..., 1), or a `CategoricalHead`; None makes a linear one that starts near zero.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the value head is always trained.
 
     Raises:
@@ -60,31 +60,35 @@ class Critic(Role):
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         add_lora(self.model, lora_rank, lora_train_bias, lora_options)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Returns values (N,) fp32 of the states before each action of the batch."""
+    def forward(self, batch: Batch, *, with_logits: bool = False) -> Any:
+        """Returns values (N,) fp32 of the states before each action of the batch.
+
+        Args:
+            with_logits: also return the outputs of the head, (N, K): (values, logits).
+        """
         hidden = (causal_encoder_hidden if self._cut else flat_hidden)(self.model, batch)
-        return in_fp32(self.value_head, hidden[batch.action_index])
+        values, logits = head_outputs(self.value_head, hidden[batch.action_index])
+        return (values, logits) if with_logits else values
 
     @classmethod
-    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, **options: Any) -> Critic:
+    def from_reward_model(
+        cls, reward_model: RewardModel, lora_rank: int = 0, *, value_head: nn.Module | None = None, **options: Any
+    ) -> Critic:
         """Returns a critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv
         2403.17031).
 
-        The reward model's `score_bias` is folded into the head. `options` are keywords of the constructor. Raises
-        ValueError for a whole classifier, which has no separate head.
+        The reward model's `score_bias` is folded into the head. Raises ValueError for a whole classifier, which has no
+        separate head.
+
+        Args:
+            value_head: in place of the reward model's head.
+            options: keywords of the constructor.
         """
         if reward_model.value_head is None:
             raise ValueError(
                 'from_reward_model: this reward model is a whole classifier without a value head; build a new Critic'
             )
-        head: Any = deepcopy(reward_model.value_head).requires_grad_(True)
-        last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
-        kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
-        shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
-        if float(shift) != 0:
-            with torch.no_grad():
-                bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
-                bias.sub_(shift)
+        head = _score_head(reward_model) if value_head is None else value_head
         critic = cls.__new__(cls)
         model = deepcopy(reward_model.model).requires_grad_(True)  # the reward model may be frozen
         Critic.__init__(critic, model, head, lora_rank, **options)
@@ -95,3 +99,16 @@ class Critic(Role):
         return load_base_model(pretrained, config, **options)
 
     _build = __init__
+
+
+def _score_head(reward_model: RewardModel) -> Any:
+    """Returns a copy of a reward model's head, with `score_bias` subtracted from its last bias."""
+    head: Any = deepcopy(reward_model.value_head).requires_grad_(True)  # type: ignore[union-attr]
+    last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
+    kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
+    shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
+    if float(shift) != 0:
+        with torch.no_grad():
+            bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
+            bias.sub_(shift)
+    return head

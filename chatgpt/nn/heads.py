@@ -1,4 +1,4 @@
-"""Heads that map a hidden state to one number, always computed in fp32.
+"""Heads that map a hidden state to one number, directly or as the mean over bins, always computed in fp32.
 
 A head keeps the seed of its initial weights, so that a head built on the meta device can be initialised later.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, read_weights, save_tensors, seeded
+from chatgpt.functional.values import expected_value
+from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, open_weights, read_weights, save_tensors, seeded
 
 NEAR_ZERO = 1e-3
 """std of a critic head's weights relative to 1/sqrt(width)"""
@@ -32,6 +34,27 @@ class SeededLinear(nn.Linear):
                 with seeded(self.seed):
                     self.weight.copy_(torch.randn(self.weight.shape) * self.std)
             self.bias.zero_()
+
+
+class CategoricalHead(SeededLinear):
+    """Linear(width, bins) with weights near zero, whose value is the mean of the bins of [low, high] under softmax of
+    its outputs; a new one predicts about the middle of the range.
+
+    Source: HL-Gauss, Farebrother et al. 2024, arXiv 2403.03950.
+    """
+
+    def __init__(self, width: int, bins: int, low: float, high: float) -> None:
+        self.low, self.high = float(low), float(high)
+        super().__init__(width, bins, NEAR_ZERO / math.sqrt(width))
+
+    @property
+    def support(self) -> dict[str, float]:
+        """The bins: their number, and the ends of the range."""
+        return {'bins': self.out_features, 'low': self.low, 'high': self.high}
+
+    def to_values(self, logits: Tensor) -> Tensor:
+        """(..., K) → (..., 1)."""
+        return expected_value(logits, self.low, self.high).unsqueeze(-1)
 
 
 def critic_head(width: int) -> SeededLinear:
@@ -56,12 +79,17 @@ def mlp_head(width: int) -> nn.Sequential:
 
 
 def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Returns `head(hidden)` in fp32 (fp64 stays fp64), also under autocast, without its last dimension of size 1:
-    (..., D) → (...).
+    """Returns the numbers of `head` for hidden states in fp32 (fp64 stays fp64), also under autocast: (..., D) → (...).
+    Of a `CategoricalHead` its values.
 
-    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head with more than
-    one output.
+    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for another head with
+    more than one output.
     """
+    return head_outputs(head, hidden)[0]
+
+
+def head_outputs(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what `in_fp32` does, and the outputs of the head, (..., K); K is 1 but for a `CategoricalHead`."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
         if all(parameter.dtype == wide for parameter in head.parameters()):
@@ -69,20 +97,45 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
         else:  # a model cast for the collect phase: its head is in 16 bits, the product is not
             widened = {name: parameter.to(wide) for name, parameter in head.named_parameters()}
             out = functional_call(head, widened, hidden.to(wide))
-    if out.shape != (*hidden.shape[:-1], 1):
+        to_values = getattr(head, 'to_values', None)
+        values = out if to_values is None else to_values(out.to(wide))
+    if values.shape != (*hidden.shape[:-1], 1):
         raise ValueError(
-            f'value head: it gives {tuple(out.shape)} for states {tuple(hidden.shape)}; it must give one number per '
+            f'value head: it gives {tuple(values.shape)} for states {tuple(hidden.shape)}; it must give one number per '
             'state'
         )
-    return out.squeeze(-1).to(wide)
+    return values.squeeze(-1).to(wide), out
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
-    """Writes a head's tensors, by the names of its own state dict, into a model's folder."""
-    save_tensors(head_state, Path(folder, HEAD_FILE))
+def save_head(head: Any, head_state: dict[str, Tensor], folder: str | Path) -> None:
+    """Writes a head's tensors, by the names of its own state dict, into a model's folder, with the bins of a
+    `CategoricalHead`."""
+    support = {name: repr(value) for name, value in support_of(head).items()}
+    save_tensors(head_state, Path(folder, HEAD_FILE), support or None)
+
+
+def support_of(head: Any) -> dict[str, float]:
+    """Returns the bins of a `CategoricalHead`; {} for other heads."""
+    return getattr(head, 'support', {})
+
+
+def head_width(head: Any) -> int:
+    """Returns the width of the states that a linear head or an `mlp_head` takes."""
+    first: Any = head[0] if isinstance(head, nn.Sequential) else head
+    return int(first.in_features)
+
+
+def stored_support(folder: str | Path) -> dict[str, float] | None:
+    """Returns `support_of` the head that is stored in a folder, read from the file's header; None without a head."""
+    path = Path(folder, HEAD_FILE)
+    if not path.is_file():
+        return None
+    stored = open_weights(path).metadata() or {}
+    found = {name: float(stored[name]) for name in ('bins', 'low', 'high') if name in stored}
+    return found | {'bins': int(found['bins'])} if found else {}
 
 
 def centred_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,7 +149,8 @@ def centred_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def load_head(folder: str | Path) -> nn.Module | None:
     """Returns the head that `save_head` wrote there, or None if there is none.
 
-    Raises ValueError for a damaged file, and for a head that is neither linear nor an `mlp_head`.
+    Raises ValueError for a damaged file, and for a head that is neither linear, nor an `mlp_head`, nor a
+    `CategoricalHead`.
     """
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
@@ -104,7 +158,8 @@ def load_head(folder: str | Path) -> nn.Module | None:
     tensors = read_weights(path)
     head: nn.Module
     if set(tensors) == {'weight', 'bias'}:
-        head = critic_head(tensors['weight'].shape[-1])
+        width, support = tensors['weight'].shape[-1], stored_support(folder)
+        head = CategoricalHead(width, **support) if support else critic_head(width)  # type: ignore[arg-type]
     elif set(tensors) == {'0.weight', '0.bias', '2.weight', '2.bias'}:
         head = mlp_head(tensors['0.weight'].shape[-1])
     else:

@@ -391,7 +391,7 @@ class Role(nn.Module):
         is the role's."""
         write_folder(self.model, folder, weights, dtype=dtype)
         if self.value_head is not None:
-            save_head(part_of(state, 'value_head'), folder)
+            save_head(self.value_head, part_of(state, 'value_head'), folder)
 
 
 def part_of(state: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

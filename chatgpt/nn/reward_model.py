@@ -134,7 +134,7 @@ class RewardModel(Role):
         else:
             write_folder(self.model, folder, trunk, dtype=dtype)
             if head:
-                save_head(head, folder)
+                save_head(self.value_head, head, folder)
         path = Path(folder, 'config.json')
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')
@@ -217,7 +217,7 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
     config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
     bias, beside = float(getattr(config, BIAS_KEY, 0.0)), Path(pretrained, HEAD_FILE).is_file()
     saved = beside and (hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None)
-    if saved or not any(name.endswith('ForSequenceClassification') for name in config.architectures or ()):
+    if saved or not _classifies(config):
         base = load_base_model(pretrained, checkpoint=checkpoint, **options)
         return ScorerParts(base, load_head(pretrained), bias) if saved else ScorerParts(base, None, 0.0)
     _check_labels(config.num_labels, str(pretrained))
@@ -227,6 +227,16 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
     if not isinstance(score, nn.Linear) or looks_ahead(base):
         return ScorerParts(classifier, None, bias)
     return ScorerParts(base, _single_output(score, classifier.weights_source), bias)
+
+
+def is_scorer(folder: str | Path, config: Any) -> bool:
+    """Returns True if a folder, with this config, holds a reward model: a sequence classifier, or a model with
+    `score_bias` and a head."""
+    return _classifies(config) or (hasattr(config, BIAS_KEY) and Path(folder, HEAD_FILE).is_file())
+
+
+def _classifies(config: Any) -> bool:
+    return any(name.endswith('ForSequenceClassification') for name in config.architectures or ())
 
 
 def _is_classifier(model: nn.Module) -> bool:

@@ -40,11 +40,16 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def hidden_size(model: nn.Module) -> int:
     """Returns the width of the last hidden state (OPT-350m projects to `word_embed_proj_dim`)."""
-    config = text_config(model.config)
+    return width_of(model.config)
+
+
+def width_of(config: Any) -> int:
+    """Returns `hidden_size` of a model with this config."""
+    found = text_config(config)
     for name in ('word_embed_proj_dim', 'hidden_size', 'n_embd', 'd_model'):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
-    raise ValueError(f'cannot tell the hidden size of {type(model).__name__}: its config has no hidden_size')
+        if getattr(found, name, None) is not None:
+            return int(getattr(found, name))
+    raise ValueError(f'cannot tell the hidden size of a model: its {type(config).__name__} has no hidden_size')
 
 
 def text_config(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Online methods as two tables: advantage estimators, and losses of the policy per token.
+"""Online methods as two tables: advantage estimators, and losses of the policy per token; and the losses of a critic.
 
 A method of the literature is an entry of each and a few settings (docs/algorithms). User code adds entries of its own:
 
@@ -11,6 +11,7 @@ registration. Imports no torch: the functions are in `estimates`, the formulas i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -140,14 +141,24 @@ class PolicyLoss:
         Raises:
             ValueError: an unknown name, a missing value without a default, or a value that the dataclass refuses.
         """
-        known = [f.name for f in fields(self.settings)] if self.settings is not None else []
-        for name in given or {}:
-            if name not in known:
-                raise ValueError(f'loss_settings: this policy_loss has no setting {name!r}{hint(name, known)}')
-        try:
-            return self.settings(**(given or {})) if self.settings is not None else None
-        except TypeError as error:
-            raise ValueError(f'loss_settings: {error}') from None
+        return settings_of(self.settings, given, 'loss_settings', 'policy_loss')
+
+
+def settings_of(cls: type | None, given: Mapping[str, Any] | None, name: str, owner: str) -> Any:
+    """Returns the settings of a loss, an object of `cls` made from the mapping `given`; None without a class.
+
+    Args:
+        name: of the setting that holds the mapping.
+        owner: the setting that selects the loss.
+    """
+    known = [f.name for f in fields(cls)] if cls is not None else []
+    for key in given or {}:
+        if key not in known:
+            raise ValueError(f'{name}: this {owner} has no setting {key!r}{hint(key, known)}')
+    try:
+        return cls(**(given or {})) if cls is not None else None
+    except TypeError as error:
+        raise ValueError(f'{name}: {error}') from None
 
 
 def clip_high(settings: Any) -> float:
@@ -165,3 +176,48 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
         'reinforce': PolicyLoss(fn=_late('reinforce'), clip='none'),
     },
 )
+
+
+# ------------------------------------------------------------------ losses of the critic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Huber:
+    """Settings of critic_loss='huber'."""
+
+    delta: float = 1.0
+    """error up to which the loss is a square; beyond it is linear"""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < math.inf:
+            raise ValueError(f'critic_loss_settings: delta={self.delta!r} must be positive')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categorical:
+    """Settings of critic_loss='categorical' (`chatgpt.functional.values`)."""
+
+    bins: int = 101
+    low: float = -10.0
+    high: float = 10.0
+    """ends of the range of returns; returns outside of it count as its nearest end"""
+    sigma: float = 0.75
+    """standard deviation of a target in widths of a bin; the paper's default"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bins, bool) or self.bins != int(self.bins) or self.bins < 2:
+            raise ValueError(f'critic_loss_settings: bins={self.bins!r} must be a whole number, at least 2')
+        object.__setattr__(self, 'bins', int(self.bins))
+        if not -math.inf < self.low < self.high < math.inf:
+            raise ValueError(f'critic_loss_settings: low={self.low!r} must be below high={self.high!r}')
+        if not 0 < self.sigma < math.inf:
+            raise ValueError(f'critic_loss_settings: sigma={self.sigma!r} must be positive')
+
+    @property
+    def support(self) -> dict[str, float]:
+        """The bins, as `CategoricalHead.support` returns them."""
+        return {'bins': self.bins, 'low': float(self.low), 'high': float(self.high)}
+
+
+CRITIC_LOSSES: dict[str, type | None] = {'mse': None, 'huber': Huber, 'categorical': Categorical}
+"""critic_loss -> the class of its settings"""

@@ -226,21 +226,27 @@ class Trainer:
         return self.steps.done == steps
 
     def save_pretrained(
-        self, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
+        self,
+        path: str | Path,
+        *,
+        model: str | None = None,
+        card_samples: int = NUM_SAMPLES,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer if
-        there is one, and a model card (README.md) made from `run_dir` or this trainer.
+        """Writes a trained model as a Hugging Face folder, with the tokenizer if there is one, and a model card
+        (README.md) made from `run_dir` or this trainer.
 
         Adapters are merged. A README.md that this library did not write is kept. Call it on every rank.
 
         Args:
+            model: its name in `models()`, such as 'critic'; None: the first, the actor.
             card_samples: number of generated texts that the card shows.
             dtype: of the weights in the files; None: that of the folder that the model was loaded from, else fp32.
 
         Raises:
             SaveError: the model could not be written; names where its weights are instead.
         """
-        save_trained(self, path, card_samples=card_samples, dtype=dtype)
+        save_trained(self, path, model=model, card_samples=card_samples, dtype=dtype)
 
     def push_to_hub(
         self,

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from chatgpt.data.formats import note_model
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController
+from chatgpt.nn.heads import support_of
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
@@ -31,6 +32,7 @@ from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, models_of
 from chatgpt.trainer.fits import check_apart, check_models, check_one_process_per_rank, check_records
+from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.selection import compared
@@ -122,6 +124,7 @@ def build(
     _check_settings(config, sampling, reference, pretrain_data)
     check_records(f'{owner}: pretrain_data', ([s] for s in pretrain_data), bare)
     shares_trunk = _shares_trunk(strategy, config, models, bare)
+    _check_critic(strategy, config, bare if shares_trunk else strategy.unwrap(models.critic or bare), shares_trunk)
     if reward.weights is not None and environment is None:
         raise ValueError('reward_weights weigh the rewards of an environment: pass environment=')
     engine = engine or engine_for(bare)
@@ -206,6 +209,36 @@ def _shares_trunk(strategy: Strategy, config: PPOConfig, models: Models, actor: 
             stacklevel=4,
         )
     return False
+
+
+def check_head(config: CriticLossSettings, owner: Any) -> None:
+    """Raises ValueError if the value head of `owner` does not fit `critic_loss`."""
+    head, wanted = support_of(getattr(owner, 'value_head', None)), config.critic_support
+    if head != wanted:
+        has = f'a head of {head}' if head else 'a head with one output'
+        give = f'value_head=CategoricalHead(WIDTH, **{wanted}), of chatgpt.nn' if wanted else 'a head with one output'
+        raise ValueError(f'critic_loss={config.critic_loss!r} does not fit the critic, which has {has}: give it {give}')
+
+
+def _check_critic(strategy: Strategy, config: PPOConfig, owner: Any, shares_trunk: bool) -> None:
+    """Raises ValueError if the value head of `owner` does not fit `critic_loss`, or a setting of a separate critic is
+    given for a value head on the actor."""
+    if not config.estimator.needs_values:
+        return
+    check_head(config, owner)
+    if not shares_trunk:
+        return
+    for name in ('critic_epochs', 'critic_train_batch_size'):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is of a critic with an optimizer of its own, and here the actor's "
+                'value head gives the values: leave it out, or pass a critic'
+            )
+    if config.critic_warmup_phases and not strategy.abilities.unused:
+        raise ValueError(
+            f'critic_warmup_phases={config.critic_warmup_phases} trains the value head alone, and '
+            f'{type(strategy).__name__} cannot leave the rest of the actor untrained: leave it out, or pass a critic'
+        )
 
 
 def _episode_reward(engine: EpisodeEngine, reward: Reward) -> Reward:

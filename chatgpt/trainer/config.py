@@ -11,6 +11,7 @@ from chatgpt.rules import check
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.experience.shaping import ScoreScaling
 from chatgpt.trainer.nlpo import NLPOSettings
+from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.rules import PPO_RULES
 from chatgpt.trainer.settings import LearningSettings, check_cut
 
@@ -18,7 +19,7 @@ KLLossKind = Literal['k1', 'k2', 'k3']
 
 
 @dataclass(kw_only=True)
-class PPOConfig(NLPOSettings, LearningSettings):
+class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
     """Settings of `PPOTrainer`.
 
     Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation
@@ -140,6 +141,13 @@ class PPOConfig(NLPOSettings, LearningSettings):
     """upper clip range where it differs from eps_clip: up to 1 + eps_clip_high (DAPO uses 0.28); none: the same"""
     value_clip: float | None = 0.4
     """clip new values to old value ± this; none: no clip"""
+    critic_warmup_phases: int = 0
+    """number of first learning phases in which only the critic learns: the actor waits, and the rollouts of these
+    phases are kept until the last of them (docs/critic.md)"""
+    critic_epochs: int | None = None
+    """passes of a separate critic over the collected responses in one phase; none: max_epochs"""
+    critic_train_batch_size: int | None = None
+    """sequences of one optimizer step of a separate critic; none: train_batch_size"""
     value_coef: float = 0.1
     """weight of the value loss where actor and critic share a trunk ([T] uses 0.1); a separate critic has its own
     optimizer"""
@@ -163,6 +171,11 @@ class PPOConfig(NLPOSettings, LearningSettings):
         return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
 
     @property
+    def critic_apart(self) -> bool:
+        """True if a separate critic learns in passes of its own, and not from the actor's train batches."""
+        return bool(self.critic_warmup_phases or self.critic_epochs or self.critic_train_batch_size)
+
+    @property
     def whitens_advantages(self) -> bool:
         return self.estimator.whitens if self.whiten_advantages is None else self.whiten_advantages
 
@@ -183,6 +196,9 @@ class PPOConfig(NLPOSettings, LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
+        _ = self.of_critic_loss
         check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)
         check_cut('train_batch_size', self.train_batch_size, world_size)
+        if self.critic_train_batch_size is not None:
+            check_cut('critic_train_batch_size', self.critic_train_batch_size, world_size)

@@ -23,6 +23,7 @@ from chatgpt.functional.losses import (
 )
 from chatgpt.functional.masking import masked_sum
 from chatgpt.functional.ppo import aggregate, aggregation_count, clipped_value_loss, kl_penalty, policy_stats
+from chatgpt.functional.values import hl_gauss_loss
 from chatgpt.trainer.algorithms import POLICY_LOSSES, PolicyInputs, clip_high
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import Highest, Lowest, Mean, Metrics
@@ -118,24 +119,42 @@ class ActorLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Clipped value loss."""
+    """The critic's loss: `critic_loss`, a mean over tokens.
 
-    config: PPOConfig
+    Args:
+        config: a `CriticLossSettings`; with `clips` one with `value_clip`.
+        clips: False: no `value_clip`.
+    """
+
+    config: Any
+    clips: bool = True
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        return self.of(model(batch), batch)
+        if self.config.critic_loss != 'categorical':
+            return self.of(model(batch), batch)
+        values, logits = model(batch, with_logits=True)
+        return self.of(values, batch, logits)
 
-    def of(self, values: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
-        mask, clip, old = batch.action_mask, self.config.value_clip, batch.columns['values']
-        loss = masked_sum(clipped_value_loss(values, old, batch.columns['returns'], clip), mask)
-        count = mask.sum()
+    def of(self, values: Tensor, batch: Batch, logits: Tensor | None = None) -> tuple[Tensor, Metrics]:
+        """Computes the loss of values, (N,); `logits`, (N, K), are the outputs of a categorical head."""
+        c, mask, old, returns = self.config, batch.action_mask, batch.columns['values'], batch.columns['returns']
+        clip, count, own = c.value_clip if self.clips else None, mask.sum(), c.of_critic_loss
+        further: dict[str, Tensor] = {}
+        if c.critic_loss == 'categorical':
+            assert logits is not None
+            losses = hl_gauss_loss(logits, returns, own.low, own.high, own.sigma)
+            further['return_outside_fraction'] = (returns < own.low) | (returns > own.high)
+        else:
+            losses = clipped_value_loss(values, old, returns, clip, delta=getattr(own, 'delta', None))
+            if clip is not None:
+                further['value_clip_fraction'] = (values.detach() - old).abs() > clip
+        loss = masked_sum(losses, mask)
         with torch.no_grad():
             metrics: dict[str, Mean | Highest | Lowest] = {
                 'value_loss': Mean(loss, count),
                 'value_mean': Mean(masked_sum(values, mask), count),
             }
-            if clip is not None:
-                metrics['value_clip_fraction'] = Mean(masked_sum(((values - old).abs() > clip).float(), mask), count)
+            metrics |= {name: Mean(masked_sum(share.float(), mask), count) for name, share in further.items()}
         return loss / batch.totals['tokens'], metrics
 
 
@@ -149,7 +168,7 @@ class SharedLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         out = self.actor.forward(model, batch)
         policy, policy_metrics = self.actor.of(out.logprobs, out.entropy, batch)
-        value, value_metrics = self.value.of(out.values, batch)
+        value, value_metrics = self.value.of(out.values, batch, out.value_logits)
         return policy + self.actor.config.value_coef * value, {**policy_metrics, **value_metrics}
 
 

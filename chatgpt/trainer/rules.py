@@ -62,10 +62,18 @@ PPO_RULES = [
         'forms: leave it out, or make it a reward of the list',
     ),
     *changed(
-        ('value_clip', 'value_coef', 'critic', 'critic_lr', 'critic_from'),
+        (
+            *('value_clip', 'value_coef', 'critic', 'critic_lr', 'critic_from', 'critic_loss', 'critic_loss_settings'),
+            *('critic_warmup_phases', 'critic_epochs', 'critic_train_batch_size'),
+        ),
         lambda s: not s.estimator.needs_values,
         '{name}={value!r} is of a critic, and advantage_estimator={s.advantage_estimator!r} takes no critic: leave one '
         'out',
+    ),
+    Rule(
+        lambda s: s.critic_loss == 'categorical' and is_changed(s, 'value_clip') and s.value_clip is not None,
+        "value_clip={s.value_clip} clips a value, and critic_loss='categorical' learns probabilities of bins: leave "
+        'it out',
     ),
     *(
         Rule(

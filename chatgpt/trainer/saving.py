@@ -58,11 +58,17 @@ def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None =
 
 
 def save_trained(
-    trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, dtype: torch.dtype | None = None
+    trainer: TrainerView,
+    path: str | Path,
+    *,
+    model: str | None = None,
+    card_samples: int = NUM_SAMPLES,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a trainer's first model with its tokenizer and a card. Call it on every rank.
+    """Writes a trainer's model with its tokenizer and a card. Call it on every rank.
 
     Args:
+        model: name of the model, such as 'critic'; None: the first.
         card_samples: number of generated texts that the card shows.
         dtype: as in `save_pretrained`.
 
@@ -70,14 +76,22 @@ def save_trained(
         SaveError: the model could not be written. Its weights are then in the last checkpoint of the run or in
             another folder, which the message names.
     """
+    trained = trained_model(trainer, model)
     try:
-        _write(trainer, path, dtype)
+        _write_weights(trainer.strategy, trained, path, trainer.tokenizer, dtype)
     except Exception as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
-        raise SaveError(
-            f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path), dtype)}'
-        ) from error
-    write_card_of(trainer, path, card_samples=card_samples)
+        where = _rescued(trainer, trained, Path(path), dtype)
+        raise SaveError(f'{path}: the trained model could not be written ({reason}); {where}') from error
+    write_card_of(trainer, path, model=model, card_samples=card_samples)
+
+
+def trained_model(trainer: TrainerView, name: str | None) -> nn.Module:
+    """Returns a trained model, as prepared; None: the first. Raises ValueError for a name that the trainer lacks."""
+    models = trainer.models()
+    if name is not None and name not in models:
+        raise ValueError(f'this trainer has no model {name!r}; it has {", ".join(models)}')
+    return models[name] if name is not None else next(iter(models.values()))
 
 
 def push_trained(
@@ -114,19 +128,22 @@ def _write_weights(
         strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer, **more))
 
 
-def _write(trainer: TrainerView, path: str | Path, dtype: torch.dtype | None) -> None:
-    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer, dtype)
-
-
 # ---------------------------------------------------------------------- the card
 
 
-def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
-    """Writes the card of a trainer's first model into its folder. Call it on every rank. `more`: fields of
-    `ModelFacts`."""
+def write_card_of(
+    trainer: TrainerView,
+    path: str | Path,
+    *,
+    model: str | None = None,
+    card_samples: int = NUM_SAMPLES,
+    **more: Any,
+) -> None:
+    """Writes the card of a trainer's model into its folder; `model` is its name, None the first. Call it on every rank.
+    `more`: fields of `ModelFacts`."""
 
     def write() -> None:
-        bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
+        bare = trainer.strategy.unwrap(trained_model(trainer, model))
         _write_card(path, bare, replace(_facts_of_run(trainer, bare), **more), card_samples)
 
     trainer.strategy.run_on_rank0(write)
@@ -166,7 +183,7 @@ def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
 # ---------------------------------------------------------------------- when it fails
 
 
-def _rescued(trainer: TrainerView, path: Path, dtype: torch.dtype | None) -> str:
+def _rescued(trainer: TrainerView, model: nn.Module, path: Path, dtype: torch.dtype | None) -> str:
     """Returns a message that names where the weights are, after writing them elsewhere if no checkpoint holds them."""
     strategy = trainer.strategy
     standing = strategy.run_on_rank0(trainer.standing_checkpoint)
@@ -181,7 +198,7 @@ def _rescued(trainer: TrainerView, path: Path, dtype: torch.dtype | None) -> str
             folder = strategy.run_on_rank0(make)
             if folder is None or (other := folder / f'rescued-{path.name}').exists():
                 continue
-            _write(trainer, other, dtype)
+            _write_weights(strategy, model, other, trainer.tokenizer, dtype)
             return f'it was written to {other} instead'
         except Exception as error:
             problems.append(' '.join(str(error).split()))

@@ -35,6 +35,7 @@ RANGES: dict[str, dict[str, str]] = {
         'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
         'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
+        'critic_warmup_phases': NOT_NEGATIVE, 'critic_epochs': COUNT, 'critic_train_batch_size': COUNT,
     },
     'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},
     'RewardModelConfig': {'calibration_samples': COUNT, 'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},
@@ -50,6 +51,7 @@ RANGES: dict[str, dict[str, str]] = {
         'tau': '(0, 1)', 'gamma': SHARE, 'cql_scale': NOT_NEGATIVE, 'awac_scale': NOT_NEGATIVE, 'beta': NOT_NEGATIVE, 'alpha': '(0, 1]',
         'target_sync_interval': COUNT,
     },
+    'CriticConfig': {'gamma': SHARE},
     'RFTConfig': {
         'num_rounds': COUNT, 'num_samples_per_prompt': '[2, inf): RFT keeps some and drops some', 'start_quantile': SHARE,
         'end_quantile': SHARE,

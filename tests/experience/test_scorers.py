@@ -21,7 +21,7 @@ from chatgpt.data.examples import Demonstration
 from chatgpt.data.formats import is_for_encoder_decoder, note_model
 from chatgpt.data.rewards import Pattern
 from chatgpt.data.tokenize import tokenize_again, tokenize_demonstration
-from chatgpt.launch.inputs import reward_model_inputs
+from chatgpt.launch.beside import reward_model_inputs
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, encoder_decoder_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed

@@ -360,7 +360,7 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
 
 def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
     """Returns the scorer of --reward_model; it scores texts if its tokenizer differs from the policy's."""
-    from chatgpt.launch.inputs import reward_model_inputs
+    from chatgpt.launch.beside import reward_model_inputs
     from chatgpt.nn import RewardModel
     from chatgpt.trainer.experience.scorers import RewardModelScorer
 

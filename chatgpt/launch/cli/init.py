@@ -65,9 +65,11 @@ def main() -> None:
 def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns the texts of the files beside a config, by name, and the settings that use them."""
     from chatgpt.launch import demo_world
-    from chatgpt.launch.runs import EMBEDDED, PPORun, PreferenceRun, RewardRun, run_class
+    from chatgpt.launch.runs import EMBEDDED, CriticRun, PPORun, PreferenceRun, RewardRun, run_class
 
     cls = run_class(method)
+    if issubclass(cls, CriticRun):
+        return {}, {'rollouts': ['outputs/ppo']}
     own: dict[str, Any] = {'pretrain': EMBEDDED}
     if issubclass(cls, PPORun):
         files = {'prompts.jsonl': _lines(demo_world.demo_prompts(64)), 'rewards.py': REWARD}
@@ -118,4 +120,5 @@ def config_text(method: str, own: dict[str, Any], start: str) -> str:
 def _entry(name: str, value: Any) -> str:
     import yaml
 
-    return yaml.safe_dump({name: value}, allow_unicode=True, default_flow_style=isinstance(value, (list, dict))).strip()
+    flow = None if isinstance(value, (list, dict)) else False  # None: the list or mapping inside on one line
+    return yaml.safe_dump({name: value}, allow_unicode=True, default_flow_style=flow).strip()

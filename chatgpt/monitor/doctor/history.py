@@ -12,7 +12,7 @@ from typing import Any
 
 from chatgpt.monitor.run_folder.record import RunRecord
 
-ONLINE, OFFLINE = 'ppo', ('sft', 'rm', 'dpo', 'orpo', 'simpo', 'kto', 'ilql')
+ONLINE, OFFLINE = 'ppo', ('sft', 'rm', 'critic', 'dpo', 'orpo', 'simpo', 'kto', 'ilql')
 START, NOW = 3, 5
 """number of first and latest phases of the medians 'at the start' and 'now': one outlier in three, or two in five, do
 not move them"""
@@ -137,6 +137,17 @@ class History:
     @property
     def has_critic(self) -> bool:
         return 'ppo/value_loss' in self._values
+
+    @property
+    def first_actor_step(self) -> int | None:
+        """The phase of the actor's first optimizer step: the first after the warm-up of the critic."""
+        series = self.series('ppo/policy_loss')
+        return series[0][0] if series else None
+
+    def since_actor(self, name: str) -> list[tuple[int, float]]:
+        """Returns (phase, value) from the phase of the actor's first step on."""
+        first = self.first_actor_step
+        return [] if first is None else [(step, value) for step, value in self.series(name) if step >= first]
 
     @property
     def shares_trunk(self) -> bool:
