@@ -381,6 +381,12 @@ def _is_loaded(name: str) -> bool:
     return spec is not None and not getattr(spec, '_initializing', False)
 
 
+def _is_loading() -> bool:
+    """Returns True while a module of transformers is being imported: an import that a patch needs may be circular."""
+    names = [name for name in sys.modules if name.startswith('transformers.')]
+    return any(getattr(getattr(sys.modules.get(name), '__spec__', None), '_initializing', False) for name in names)
+
+
 @contextmanager
 def restore_dropped() -> Iterator[None]:
     """Makes the names and arguments of the tables available inside the block, and restores the packages at the end."""
@@ -395,7 +401,7 @@ def restore_dropped() -> Iterator[None]:
         ]
 
         def update() -> None:
-            while row := next((row for row in waiting if any(map(_is_loaded, row[0]))), None):
+            while row := next((row for row in waiting if any(map(_is_loaded, row[0])) and not _is_loading()), None):
                 waiting.remove(row)  # first, since patches import, which calls this again
                 for owner, attribute, value in row[1]():
                     stack.enter_context(patch.object(owner, attribute, value, create=True))

@@ -200,6 +200,21 @@ print(SFTScriptArguments().max_seq_length)
     assert (code, out) == (0, '0.2 512 128 False False\n512\n'), err
 
 
+def test_arguments_of_scripts_of_0_9_to_0_11(program):
+    """There the trainer's config has what the arguments of the script had before."""
+    code, out, err = program(
+        """
+from trl import DPOConfig, ModelConfig, SFTConfig
+from trl.commands.cli_utils import DPOScriptArguments, SFTScriptArguments, TrlParser
+for script, config in ((SFTScriptArguments, SFTConfig), (DPOScriptArguments, DPOConfig)):
+    given = ['--output_dir=o', '--max_length=77', '--dataset_name=d']
+    args, training, _ = TrlParser((script, config, ModelConfig)).parse_args_and_config(given)
+    print(args.dataset_name, training.max_length, hasattr(args, 'max_length'))
+"""
+    )
+    assert (code, out) == (0, 'd 77 False\nd 77 False\n'), err
+
+
 def test_data_sets_of_a_mixture(program, tmp_path):
     for name in ('a', 'b'):
         (tmp_path / f'{name}.jsonl').write_text(f'{{"text": "{name}", "other": 1}}\n')

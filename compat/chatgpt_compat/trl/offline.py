@@ -21,6 +21,7 @@ from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, te
 from chatgpt_compat.trl.training import (
     LaterTrainer,
     clipping,
+    from_transformers,
     max_length_of,
     refuse,
     resolved,
@@ -115,6 +116,8 @@ class OfflineLaterTrainer(LaterTrainer):
     UNSUPPORTED: ClassVar[Mapping[str, Entry]] = UNSUPPORTED
     """unsupported argument of the config → reason"""
     model: Any
+    before_0_12: bool
+    """True if the constructor got `tokenizer` or arguments of the config: texts became tokens differently then"""
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class OfflineLaterTrainer(LaterTrainer):
             raise ValueError(
                 'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
             )
+        self.before_0_12 = tokenizer is not None or bool(older)
         args = resolved(
             with_older_arguments(owner, args, self.CONFIG, older), self.CONFIG, 'trainer_output', self.UNSUPPORTED
         )
@@ -299,6 +303,8 @@ def with_older_arguments(owner: str, args: Any, config_class: type, older: Mappi
         raise ValueError(f'{owner} has no argument {unknown[0]!r}{hint(unknown[0], sorted(known))}')
     if args is None:
         return config_class(**given)
+    if not isinstance(args, TrainingArguments):  # which has no place for them
+        args = from_transformers(args, config_class)
     for name, value in given.items():
         setattr(args, name, value)
     return args

@@ -4,18 +4,20 @@ responses, on this library's trainers."""
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import chatgpt.trainer as ours
-from chatgpt.nn import Actor, AutoRM, RewardModel, has_lora
+from chatgpt.data import TokenizedPreference, load_preferences
+from chatgpt.nn import Actor, AutoRM, RewardModel, has_lora, is_encoder_decoder
 from chatgpt_compat.peft import HEADS, adapted
 from chatgpt_compat.trl.arguments import each, refused, warned
 from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer
-from chatgpt_compat.trl.training import causal_lm, loading_options, trainable, warn_of_options
+from chatgpt_compat.trl.training import causal_lm, loading_options, max_length_of, trainable, warn_of_options
 
 LOSSES = ('sigmoid', 'hinge', 'robust')
 """supported values of loss_type"""
@@ -144,12 +146,35 @@ class DPOTrainer(OfflineLaterTrainer):
             self.ref_model = None if has_lora(self.model) else deepcopy(self.model)
         return Actor(self.model), {} if self.ref_model is None else {'initial_model': Actor(self.ref_model)}
 
+    def records(self, dataset: Any) -> list[Any]:
+        """Returns preferences; before 0.12 a prompt begins with the tokenizer's begin token."""
+        begin, limit = self.processing_class.bos_token_id, max_length_of(self.args, 'max_length', self.model)
+        if not self.before_0_12 or begin is None or is_encoder_decoder(self.model):
+            return super().records(dataset)
+        found = load_preferences(dataset, self.processing_class, max_length=limit and limit - 1)[0]
+        first = torch.tensor([begin])
+        return [
+            pair if pair.prompt_ids[0] == begin else replace(pair, prompt_ids=torch.cat([first, pair.prompt_ids]))
+            for pair in found
+        ]
+
     def settings(self) -> dict[str, Any]:
         return {'beta': self.args.beta, **loss_of(self.args)}
 
     def _trl_metrics(self, metrics: Any, prefix: str = '') -> dict[str, float]:
         found = super()._trl_metrics(metrics, prefix)
         return found | {'rewards/margins': found['rewards/chosen'] - found['rewards/rejected']}
+
+
+def pair_of(chosen: Tensor, rejected: Tensor, scores: tuple[float, float] | None = None) -> TokenizedPreference:
+    """Returns the preference of two tokenized texts, (S,) each, which begin with the same token. Raises ValueError."""
+    if min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]:
+        raise ValueError(
+            'RewardTrainer: input_ids_chosen and input_ids_rejected must begin with the same token and have two or more'
+        )
+    responses = [chosen[1:], rejected[1:]]
+    masks = [torch.ones(len(ids), dtype=torch.bool) for ids in responses]
+    return TokenizedPreference(prompt_ids=chosen[:1], responses=responses, response_masks=masks, scores=scores)
 
 
 @dataclass(kw_only=True)
@@ -189,6 +214,18 @@ class RewardTrainer(OfflineLaterTrainer):
                     module.p = 0.0
         self.model = model
         return scorer, {}
+
+    def records(self, dataset: Any) -> list[Any]:
+        """Returns preferences; of rows that a script has tokenized, as those before 0.16 do, with its tokens."""
+        sides = ('input_ids_chosen', 'input_ids_rejected')
+        if not set(sides) <= set(dataset[0]):
+            return super().records(dataset)
+        found = []
+        for row in dataset:
+            chosen, rejected = (torch.as_tensor(row[side]) for side in sides)
+            scores = (float(row['margin']), 0.0) if 'margin' in row else None
+            found.append(pair_of(chosen, rejected, scores))
+        return found
 
     def settings(self) -> dict[str, Any]:
         rows = self.train_dataset

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import HfArgumentParser, TrainerCallback
@@ -114,6 +114,16 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
 
 class TrlParser(HfArgumentParser):
     """transformers' parser with `--config FILE.yaml`, which sets defaults of the command line."""
+
+    def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
+        """From 0.9 on `SFTConfig` and `DPOConfig` have the further arguments of `SFTScriptArguments` and
+        `DPOScriptArguments`, which are `ScriptArguments` beside them."""
+        types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
+        names = [{f.name for f in fields(kind)} for kind in types]
+        for i, kind in enumerate(types):
+            if issubclass(kind, ScriptArguments) and any(names[i] & other for other in names[:i] + names[i + 1 :]):
+                types[i] = ScriptArguments
+        super().__init__(types, **options)
 
     def parse_args_and_config(
         self,

@@ -82,13 +82,28 @@ class SFTTrainer(OfflineLaterTrainer):
     def records(self, dataset: Any) -> list[Sequence]:
         limit = max_length_of(self.args, 'max_length', self.model)
         found = sequences_of(
-            dataset, self.processing_class, self.args, limit, self.formatting_func, apart=is_encoder_decoder(self.model)
+            dataset,
+            self.processing_class,
+            self.args,
+            limit,
+            self.formatting_func,
+            apart=is_encoder_decoder(self.model),
+            ends=self.args.packing or not self.before_0_12,
         )
         if self.args.packing:
             if limit is None:
                 raise ValueError('SFTConfig: packing=True needs max_length')
-            return pack(found, limit)
+            return stream_of(found, limit) if self.before_0_12 else pack(found, limit)
         return found
+
+
+def stream_of(records: Iterable[Sequence], length: int) -> list[Sequence]:
+    """Returns the joined records in pieces of `length` tokens, which all count; a rest is left out, as before 0.12.
+    Raises ValueError for fewer tokens."""
+    ids = torch.cat([part for record in records for part in (record.prompt_ids, record.response_ids)])
+    if len(ids) < length:
+        raise ValueError(f'SFTConfig: packing=True, and all texts have {len(ids)} tokens, fewer than {length}')
+    return [_counted(piece) for piece in ids.split(length) if len(piece) == length]
 
 
 def sequences_of(
@@ -99,9 +114,10 @@ def sequences_of(
     formatting_func: Callable[..., Any] | None = None,
     *,
     apart: bool = False,
+    ends: bool = True,
 ) -> list[Sequence]:
     """Returns records of rows; the kind of row and `args` decide which tokens count. `apart`: for an encoder-decoder.
-    Raises ValueError."""
+    `ends`: the end token follows a text, as from 0.16 on and between packed texts. Raises ValueError."""
     rows = dataset if hasattr(dataset, '__len__') and not isinstance(dataset, (str, bytes)) else None
     if rows is None or not len(rows):
         raise ValueError('SFTTrainer: the dataset must be a list of rows or a datasets.Dataset that is not empty')
@@ -126,7 +142,7 @@ def sequences_of(
         return list(found)
     column = args.dataset_text_field if args.dataset_text_field in first else 'text'
     if column in first:
-        return [_of_text(row[column], tokenizer, limit) for row in rows]
+        return [_of_text(row[column], tokenizer, limit, ends) for row in rows]
     return list(load_demonstrations(rows, tokenizer, max_length=limit)[0])
 
 
@@ -160,10 +176,10 @@ def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
     return _counted(ids, mask)
 
 
-def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
-    """Returns a record in which every token of a text and the end token count."""
+def _of_text(text: str, tokenizer: Any, limit: int | None, ends: bool) -> Sequence:
+    """Returns a record in which every token of a text counts, and with `ends` the end token after them."""
     ids, end = list(tokenizer(text)['input_ids']), tokenizer.eos_token_id
-    if end is not None and ids[-1:] != [end]:
+    if ends and end is not None and ids[-1:] != [end]:
         ids.append(end)
     return _counted(torch.tensor(ids[:limit]))
 

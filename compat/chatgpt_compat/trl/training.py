@@ -47,7 +47,7 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
     if args is None:
         args = config_class()
     elif not isinstance(args, TrainingArguments):
-        args = _from_transformers(args, config_class)
+        args = from_transformers(args, config_class)
     check_given(args, table)
     arguments.check_choices(args)
     if args.evaluation_strategy is not None:
@@ -57,7 +57,7 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
     return args
 
 
-def _from_transformers(args: Any, config_class: type) -> Any:
+def from_transformers(args: Any, config_class: type) -> Any:
     """Returns our config with the values of transformers' TrainingArguments that are not defaults."""
     if not dataclasses.is_dataclass(args):
         raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
