@@ -180,7 +180,9 @@ def main() -> None:
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
     parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds per run of the search')
     parser.add_argument('--seconds', type=float, default=400, help='CPU seconds per run of the comparison')
-    parser.add_argument('--rounds', type=int, default=0, help='only measure speed and memory: one run per side and round')
+    parser.add_argument(
+        '--rounds', type=int, default=0, help='only measure speed and memory: one run per side and round'
+    )
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, prompts and logs')
     args = parser.parse_args()
     if args.page:
@@ -192,9 +194,18 @@ def main() -> None:
     files = write_task(args.start, args.prompts, args.held_out, work / args.task)
     lessons = [
         Lesson(
-            side=side, task=args.task, start=str(Path(args.start).resolve()), prompts=files['prompts'],
-            held_out=files['search'], lr=0.0, kl_coef=0.0, seed=0, cpu_seconds=args.search_seconds,
-            every=args.search_seconds / 2, new_tokens=NEW_TOKENS[args.task], classifier=args.classifier,
+            side=side,
+            task=args.task,
+            start=str(Path(args.start).resolve()),
+            prompts=files['prompts'],
+            held_out=files['search'],
+            lr=0.0,
+            kl_coef=0.0,
+            seed=0,
+            cpu_seconds=args.search_seconds,
+            every=args.search_seconds / 2,
+            new_tokens=NEW_TOKENS[args.task],
+            classifier=args.classifier,
         )  # fmt: skip
         for side in args.sides
     ]

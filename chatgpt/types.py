@@ -196,8 +196,8 @@ class PackedGroup:
 class Packing:
     """Positions of the real tokens of a padded (B, S) batch in one row of T tokens, sequence after sequence.
 
-    In a causal model, tokens after equal prefixes have equal states. Where sequences begin alike, a model computes U < T
-    states and attention alone handles all T tokens.
+    In a causal model, tokens after equal prefixes have equal states. Where sequences begin alike, a model computes
+    U < T states and attention alone handles all T tokens.
     """
 
     token_index: Tensor
