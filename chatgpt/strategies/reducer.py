@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +25,27 @@ class Reducer:
     ) -> None:
         self.parameters, self.dtype, self.sums, self.ranks = parameters, dtype, sums, ranks
         self.buckets = list(buckets(reversed(parameters), bucket_bytes))
-        self._bucket_of = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket}
         self._missing: list[int] | None = None
         """numbers of gradients that buckets wait for, from `start` to `flush`"""
         self._sent: list[tuple[Tensor, Any]] = []
         """flat gradients of the first buckets, and the work that sums them"""
         self._used: list[bool] = []
         """for each of their parameters, whether it had a gradient on this rank"""
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
+        # The gradient of a weight in 16 bits is added to its master by an earlier hook of the weight.
+        self._hooks = [
+            getattr(p, 'master_of', p).register_post_accumulate_grad_hook(partial(self._arrived, i))
+            for i, bucket in enumerate(self.buckets)
+            for p in bucket
+        ]
 
     def start(self) -> None:
         """Sends buckets from now on, each once a backward has added its gradients."""
         if not self._sent:
             self._missing = [len(bucket) for bucket in self.buckets]
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _arrived(self, bucket: int, _: Tensor) -> None:
         if self._missing is not None:
-            self._missing[self._bucket_of[id(parameter)]] -= 1
+            self._missing[bucket] -= 1
             while len(self._sent) < len(self.buckets) and self._missing[len(self._sent)] <= 0:
                 self._send()
 

@@ -13,8 +13,12 @@ from scripts_on_ranks import run_script
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chatgpt.batching import collate
+from chatgpt.nn import Actor
 from chatgpt.strategies.ddp import DDPStrategy
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
+from chatgpt.types import Sequence
 
 
 def test_without_torchrun(monkeypatch):
@@ -159,6 +163,26 @@ def test_the_last_backward_sums_each_bucket_once_it_is_complete(dtype, small):
     for begun, weights in run_distributed(_begun, 2, dtype):
         assert begun == [0, 3]  # each parameter is a bucket
         assert weights == [[1 - (2 + small), 1 - 4.0]] * 3  # bf16 rounds 2 + 2^-8 to 2
+
+
+def _begun_in_bf16():
+    """Returns the number of sums that the last backward began, the dtype of the weights, and the weights."""
+    with DDPStrategy(device='cpu', precision='bf16', bucket_bytes=1 << 12) as strategy:
+        actor = Actor(tiny_causal_lm('llama'))
+        actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1.0)))
+        ids = torch.tensor([5, 6, 7, 8 + strategy.rank])
+        batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids[2:], response_mask=torch.ones(2).bool())])
+        with strategy.accumulate(actor, last=True), AllReduces() as found:
+            strategy.backward(actor(batch).logprobs.sum(), actor, optimizer)
+            begun = found.count
+        strategy.optimizer_step(optimizer)
+        weights = list(actor.model.model.layers.parameters())
+        return begun, str(weights[0].dtype), [float(w.float().sum()) for w in weights]
+
+
+def test_the_gradients_of_weights_in_16_bits_are_sent_in_the_backward(with_16_bits):
+    first, second = run_distributed(_begun_in_bf16, 2)
+    assert first == second and first[0] > 3 and first[1] == 'torch.bfloat16'
 
 
 def _late():
