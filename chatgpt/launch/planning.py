@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,21 +55,28 @@ def setup_of(inputs: Inputs) -> Setup:
         response = max(len(s.response_ids) for s in sequences)
         longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
         others |= {'max_prompt_tokens': max(longest - response, 1), 'max_new_tokens': response}
+        others['shared_prompt_tokens'] = shared_tokens(torch.cat((s.prompt_ids, s.response_ids)) for s in sequences)
         return Setup.of(run, task='sft' if isinstance(run, SFTRun) else run.trained, **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)
     reward = load_config(run.reward_model, trust_remote_code=run.trust_remote_code) if run.reward_model else None
-    prompts = (len(inputs.train[i].ids) for i in range(len(inputs.train or ())))
+    prompts = [inputs.train[i].ids for i in range(len(inputs.train or ()))]
     return Setup.of(
         run,
         reward_config=reward,
         critic=run.critic if run.estimator.needs_values else 'none',
         own_reference=not run.reference_in_actor,
         rollouts_elsewhere=run.rollout_workers > 0,
-        max_prompt_tokens=max([inputs.longest_opening, *prompts]),
+        max_prompt_tokens=max([inputs.longest_opening, *map(len, prompts)]),
+        shared_prompt_tokens=shared_tokens(prompts),
         max_new_tokens=run.max_new_tokens or 64,
         **others,
     )
+
+
+def shared_tokens(sequences: Iterable[torch.Tensor]) -> int:
+    """Returns the number of tokens with which all sequences begin."""
+    return len(os.path.commonprefix([ids.tolist() for ids in sequences]))
 
 
 def show_plan(inputs: Inputs) -> None:

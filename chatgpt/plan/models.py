@@ -262,11 +262,16 @@ def faked(model: nn.Module) -> Iterator[Any]:
         yield mode
 
 
-def batch_of(rows: int, prompt_tokens: int, response_tokens: int) -> Batch:
-    """Returns a batch of rows of the full length."""
-    prompt, response = torch.zeros(prompt_tokens, dtype=torch.int64), torch.zeros(response_tokens, dtype=torch.int64)
-    mask = torch.ones(response_tokens, dtype=torch.bool)
-    return collate([Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask)] * rows)
+def batch_of(rows: int, setup: Setup) -> Batch:
+    """Returns a batch of rows of the full length, which begin with the same tokens as the run's prompts do."""
+    mask = torch.ones(setup.max_new_tokens, dtype=torch.bool)
+    sequences = []
+    for row in range(rows):
+        ids = torch.full((setup.max_prompt_tokens + setup.max_new_tokens,), row + 1)
+        ids[: min(setup.shared_prompt_tokens, setup.max_prompt_tokens)] = 0
+        prompt, response = ids.split([setup.max_prompt_tokens, setup.max_new_tokens])
+        sequences.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask))
+    return collate(sequences)
 
 
 def traced(
@@ -295,11 +300,6 @@ def traced(
         return max(peaks(depth).values())
     first, second = peaks(low), peaks(high)
     return max(b + (b - first[part]) * (depth - high) // (high - low) for part, b in second.items() if part in first)
-
-
-def fake_batch(batch: Batch, mode: Any) -> Batch:
-    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return dataclasses.replace(batch, **{n: mode.from_tensor(t) for n, t in tensors.items() if isinstance(t, Tensor)})
 
 
 def autocast(setup: Setup) -> Any:
@@ -334,10 +334,10 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
     growing: bytes per element that a completed gradient keeps, so that gradients grow as activations are freed. 0 if it
     is added to an existing one, or replaces weights.
     """
-    batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
+    batch = batch_of(rows, setup)
 
     def run(model: nn.Module, mode: Any) -> None:
-        given = fake_batch(batch, mode)
+        given = batch.changed(mode.from_tensor)
         kept: list[Tensor] = []
 
         def free_grad(parameter: Tensor) -> None:
@@ -363,11 +363,11 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
 
 def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
     """Returns the peak of a forward without gradients."""
-    batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
+    batch = batch_of(rows, setup)
 
     def run(model: nn.Module, mode: Any) -> None:
         with torch.no_grad(), autocast(setup), planned_device(setup):
-            model(fake_batch(batch, mode))
+            model(batch.changed(mode.from_tensor))
 
     return traced(lambda layers: cast(build(kind, config, setup, layers), setup).eval(), config, run)
 

@@ -98,6 +98,8 @@ class Setup(Layout):
     """maximum number of tokens, padding included, of one forward on one rank; none: no limit"""
     max_prompt_tokens: int = 64
     """tokens of the longest prompt"""
+    shared_prompt_tokens: int = 0
+    """number of tokens with which all prompts begin, such as those of a system prompt"""
     max_new_tokens: int = 64
     """maximum number of tokens of a response"""
     keep: bool = False
@@ -129,7 +131,7 @@ class Setup(Layout):
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(get_args(hint))}')
         for f in fields(self):
             value = getattr(self, f.name)
-            least = {'lora_rank': 0, 'process': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
+            least = {'lora_rank': 0, 'process': 0, 'shared_prompt_tokens': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f'{f.name}={value} must be at least {least}')
         if self.memory is not None and not self.on_cuda:

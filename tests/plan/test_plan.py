@@ -154,7 +154,7 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     real = (Actor if kind == 'actor' else Critic)(model).train()
-    batch = models.batch_of(4, 9, 15)
+    batch = models.batch_of(4, setup)
     with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
         with models.autocast(setup):
             out = real(batch) if kind == 'critic' else real(batch, with_entropy='detached')
@@ -163,6 +163,23 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     planned = models.learning_bytes(kind, CONFIG, setup, 4, growing=4.0)
     assert planned == pytest.approx(live.peak, rel=0.01)
     assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
+
+
+@pytest.mark.parametrize('shared', [0, 20])
+def test_a_common_beginning_of_all_prompts_is_planned_once(shared):
+    setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=22, max_new_tokens=6, shared_prompt_tokens=shared)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    real = Actor(AutoModelForCausalLM.from_config(CONFIG)).train()
+    batch = models.batch_of(6, setup)
+    assert (batch.packing is not None) == bool(shared)
+    with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
+        real(batch, with_entropy='detached').logprobs.sum().backward()
+    planned = models.learning_bytes('actor', CONFIG, setup, 6, growing=4.0)
+    assert planned == pytest.approx(live.peak, rel=0.01)
+    alone = models.learning_bytes('actor', CONFIG, replace(setup, shared_prompt_tokens=0), 6, growing=4.0)
+    assert planned < 0.8 * alone if shared else planned == alone
 
 
 @pytest.mark.parametrize('unfrozen', [1, 3, 7])

@@ -35,7 +35,7 @@ def new_actor(lora_rank: int) -> Any:
 
 
 def loss_of(model: Any) -> torch.Tensor:
-    out = model(models.batch_of(4, 9, 15), with_entropy=True)
+    out = model(models.batch_of(4, setup_of()), with_entropy=True)
     return out.logprobs.sum() + out.entropy.sum()
 
 

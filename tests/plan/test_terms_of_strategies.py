@@ -308,7 +308,7 @@ def test_log_probs_come_as_on_the_planned_device(monkeypatch, on_cuda, bound, st
     with taken_kernels() as taken:
         planned = models.learning_bytes('actor', CONFIG, setup, 4, growing=0.0)
     assert set(taken) == {'fused_logprobs' if blocks else 'chunked_logprobs'}
-    real, batch = models.cast(new_actor('full'), setup).train(), models.batch_of(4, 9, 15)
+    real, batch = models.cast(new_actor('full'), setup).train(), models.batch_of(4, setup)
     real.logprob_kernel = 'fused' if blocks else 'plain'
     if on_cuda:
         monkeypatch.setattr(logprobs, 'CHUNK_ELEMENTS_CPU', bound)  # the real pass is on a CPU
