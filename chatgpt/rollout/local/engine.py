@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from chatgpt.nn.fused_adapters import fused_adapters
 from chatgpt.nn.layouts import check_causal
 from chatgpt.nn.trunk import addresses, plain_settings, row_limit, sharding_group, text_config
 from chatgpt.rollout.call import Call
@@ -242,6 +243,10 @@ class LocalEngine(CheckedEngine):
     def _computing(self) -> Iterator[None]:
         if self.fixed_steps == 'compiled':  # torch packs the weights itself
             with torch.inference_mode():
+                yield
+            return
+        if next(self._actor.parameters()).device.type == 'cuda':
+            with torch.inference_mode(), fused_adapters(self._actor):
                 yield
             return
         self._packed = self._packed or PackedModules(self._actor)
