@@ -34,9 +34,18 @@ class _Group:
         self.low: Any = None
         self.unused = 0
 
+    def make(self, x: Tensor) -> None:
+        """Makes factors of x's dtype on its device."""
+        down = torch.cat([layer.lora_A for layer in self.layers])
+        # not in inference mode, so that they can be updated outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            self.down = torch.empty_like(down, dtype=x.dtype, device=x.device)
+            self.ups = [torch.empty_like(layer.lora_B, dtype=x.dtype, device=x.device) for layer in self.layers]
+        self.refresh()
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copies the current factors."""
+        """Copies the current factors, if any have been made."""
         if self.down is not None:
             self.down.copy_(torch.cat([layer.lora_A for layer in self.layers]))
             for up, layer in zip(self.ups, self.layers, strict=True):
@@ -50,10 +59,7 @@ class _Group:
         tensor before a cast to x."""
         if self.x is not given:
             if self.down is None or self.down.dtype != x.dtype or self.down.device != x.device:
-                like = {'dtype': x.dtype, 'device': x.device}
-                self.down = torch.empty(sum(layer.r for layer in self.layers), x.shape[-1], **like)
-                self.ups = [torch.empty(layer.lora_B.shape, **like) for layer in self.layers]
-                self.refresh()
+                self.make(x)
             self.x, self.low, self.unused = given, F.linear(x, self.down), len(self.layers)
         low, self.unused = self.low, self.unused - 1
         if self.unused == 0:

@@ -89,7 +89,7 @@ def test_factors_are_the_current_ones_at_the_same_addresses():
     """Captured graphs read them there."""
     actor = policy()
     layer = next(iter(lora_layers(actor.model).values()))
-    with fused_adapters(actor):
+    with fused_adapters(actor), torch.inference_mode():
         trunk_of(actor)
     at = layer.fused.down.data_ptr()
     with torch.no_grad():
