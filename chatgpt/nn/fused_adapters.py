@@ -60,6 +60,7 @@ class _Group:
         if self.x is not given:
             if self.down is None or self.down.dtype != x.dtype or self.down.device != x.device:
                 self.make(x)
+            assert self.down is not None
             self.x, self.low, self.unused = given, F.linear(x, self.down), len(self.layers)
         low, self.unused = self.low, self.unused - 1
         if self.unused == 0:
