@@ -85,12 +85,9 @@ def main() -> None:
         [sys.executable, '-c', code], capture_output=True, text=True, check=True
     ).stdout.split()
     print(f'torch {version} is installed: {f"CUDA {cuda[0]}" if cuda else "a CPU build"}')
-    if number and not cuda:
-        print(
-            f'warning: the GPU stays idle, for the package index in use gave a CPU build of {pinned()}; give the '
-            'index of a CUDA build, as in: make clean demo TORCH_INDEX=https://download.pytorch.org/whl/cu130',
-            file=sys.stderr,
-        )
+    if number:  # a line if torch cannot use them
+        code = 'from chatgpt.strategies.machine import unused_card; print(unused_card() or "")'
+        subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).resolve().parent, check=False)
 
 
 if __name__ == '__main__':

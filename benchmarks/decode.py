@@ -1,5 +1,5 @@
 """Compares the local engine's decoding modes on the same model, prompts and random numbers: plain calls, steps of fixed
-shape (CUDA graphs on a GPU), compiled steps, and attention kernels; on a GPU each with and without cuDNN's attention.
+shape (CUDA graphs on a GPU), attention over pages, and compiled steps.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --layers 12 --width 768 --heads 12 --vocab 50257 --rounds 2 --json out.json
@@ -35,7 +35,6 @@ PRECISIONS = {'fp32': torch.float32, 'bf16': torch.bfloat16}
 WAYS: dict[str, dict[str, Any]] = {
     'plain': {'fixed_steps': False, 'attention': 'plain'},
     'fixed': {'fixed_steps': True, 'attention': 'plain'},
-    'grouped': {'fixed_steps': True, 'attention': 'grouped'},
     'varlen': {'fixed_steps': True, 'attention': 'varlen'},
     'compiled': {'fixed_steps': 'compiled'},
 }
@@ -89,8 +88,7 @@ def measure_decode(
 ) -> dict[str, Any]:
     """Returns for each mode: tokens per second, seconds of the first and of a later phase, ratio to plain calls.
 
-    An unsupported mode has the reason under `not`. On CUDA, names ending in '+cudnn' use cuDNN's attention at fixed
-    shapes. left_s: returns the seconds left of the caller's budget; no mode starts with less than a minute.
+    An unsupported mode has the reason under `not`. left_s: returns the seconds left of the caller's budget; no mode starts with less than a minute.
     """
     on_cuda = torch.device(device).type == 'cuda'
     config = config_of('gpt2') if config is None else config
@@ -116,17 +114,16 @@ def measure_decode(
     engines: dict[str, LocalEngine] = {}
     want: list[Sample] = []
     names = ways or (tuple(WAYS) if on_cuda else ON_A_CPU)
-    for name in (*names, *(f'{n}+cudnn' for n in names if on_cuda and n in ('fixed', 'grouped', 'compiled'))):
+    for name in names:
         if engines and left_s() < 60:
             found[name] = {'not': 'no time left'}
             continue
-        before, engine = compilations(), LocalEngine(**WAYS[name.removesuffix('+cudnn')], keep=True)
-        with cudnn_attention(name.endswith('+cudnn')):
-            try:
-                first_s, _, samples = phase(engine, 0)
-            except (ValueError, RuntimeError) as error:
-                found[name] = {'not': str(error).splitlines()[0]}
-                continue
+        before, engine = compilations(), LocalEngine(**WAYS[name], keep=True)
+        try:
+            first_s, _, samples = phase(engine, 0)
+        except (ValueError, RuntimeError) as error:
+            found[name] = {'not': str(error).splitlines()[0]}
+            continue
         want = want or samples
         largest, same = difference(samples, want)
         engines[name] = engine
@@ -141,8 +138,7 @@ def measure_decode(
     def later(name: str) -> Callable[[int], tuple[float, float]]:
         def once(number: int) -> tuple[float, float]:
             before = compilations()
-            with cudnn_attention(name.endswith('+cudnn')):
-                whole, generating, _ = phase(engines[name], 1 + number)
+            whole, generating, _ = phase(engines[name], 1 + number)
             found[name]['compilations_later'] = found[name].get('compilations_later', 0) + compilations() - before
             return whole, generating
 

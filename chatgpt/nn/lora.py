@@ -88,6 +88,13 @@ class _Adapter(loralib.LoRALayer):
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B)
 
+    def base_output(self, x: Tensor) -> Tensor:
+        """Returns x W^T + b."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._add_adapter(self.base_output(x), x)
+
     def _add_adapter(self, result: Tensor, x: Tensor) -> Tensor:
         if self.merged or not self.adapter_on:
             return result
@@ -153,8 +160,8 @@ class LoRALinear(_Adapter, nn.Linear):
         nn.Linear.reset_parameters(self)
         self.reset_lora_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._add_adapter(F.linear(x, self.weight, self.bias), x)
+    def base_output(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
 
 class LoRAConv1D(_Adapter, Conv1D):
@@ -167,8 +174,8 @@ class LoRAConv1D(_Adapter, Conv1D):
         self.nx, self.nf = base.nx, base.nf
         self.in_features, self.out_features = base.nx, base.nf
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._add_adapter(Conv1D.forward(self, x), x)
+    def base_output(self, x: Tensor) -> Tensor:
+        return Conv1D.forward(self, x)
 
 
 class LoRANF4Linear(_Adapter, nn.Module):
@@ -185,8 +192,8 @@ class LoRANF4Linear(_Adapter, nn.Module):
         """Returns a new dense tensor W + scaling * B A, in the dtype of the dequantized W."""
         return self.fold(self.base.dense(), self.lora_A, self.lora_B)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._add_adapter(self.base(x), x)
+    def base_output(self, x: Tensor) -> Tensor:
+        return self.base(x)
 
 
 _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D, NF4Linear: LoRANF4Linear}

@@ -297,8 +297,9 @@ def _fits_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _flash_allows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    params: Any = torch.backends.cuda.SDPAParams
     rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-    asked = torch.backends.cuda.SDPAParams(*rows, None, 0.0, True, k.shape[1] != q.shape[1])
+    asked = params(*rows, None, 0.0, True, k.shape[1] != q.shape[1])
     return torch.backends.cuda.can_use_flash_attention(asked)
 
 

@@ -118,6 +118,8 @@ class VLLMEngine(BaseVLLMEngine):
         # vLLM has its own allocator, which cannot use the memory that torch caches
         torch.cuda.empty_cache()
         if self.llm is None:
+            if self.settings['enable_sleep_mode']:  # vLLM's allocator does not go with segments that grow
+                torch._C._accelerator_setAllocatorSettings('expandable_segments:False')
             self.llm = start(self.settings)
             self.dtype, self._has_head = self.llm.model_config.dtype, has_head(self.llm)
             self._sleep()

@@ -1,4 +1,4 @@
-"""Properties of this machine: instructions of its processor, default device, handling of freed host memory.
+"""Properties of this machine: instructions of its processor, default device, handling of freed memory.
 
 All code that depends on the processor's instructions calls `processor`. The variable CHATGPT_PROCESSOR overrides it, so
 that tests behave the same on every machine.
@@ -81,7 +81,10 @@ def default_device() -> str:
 
 @cache
 def unused_card() -> str | None:
-    """Returns a warning if nvidia-smi lists a GPU that torch cannot use; None if CUDA_VISIBLE_DEVICES hides all."""
+    """Returns a line for the installation, the start of a run and the doctor if nvidia-smi lists a GPU that torch
+    cannot use; None if CUDA_VISIBLE_DEVICES hides all."""
+    if torch.cuda.is_available():
+        return None
     program = shutil.which('nvidia-smi')
     if program is None or os.environ.get('CUDA_VISIBLE_DEVICES', '0').strip() in ('', '-1'):
         return None
@@ -115,6 +118,17 @@ def all_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def grow_segments() -> bool:
+    """Configures torch's CUDA allocator to grow its segments, so that batches of varying length do not fragment it.
+    Returns False if the user has set it up, or torch has no such setting. `VLLMEngine` sets it back where vLLM sleeps.
+    """
+    setting = getattr(torch._C, '_accelerator_setAllocatorSettings', None)
+    if setting is None or any(name in os.environ for name in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF')):
+        return False
+    setting('expandable_segments:True')
+    return True
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.guard import FailureGuard, RankStatus
-from chatgpt.strategies.machine import default_device, keep_freed_memory
+from chatgpt.strategies.machine import default_device, grow_segments, keep_freed_memory
 from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
 
@@ -114,6 +114,7 @@ class ProcessGroup(Ranks):
         self.device = self._choose_device(device)
         if self.device.type == 'cuda':
             torch.cuda.set_device(self.device)
+            grow_segments()
         else:
             keep_freed_memory()
         if self._owns_group:

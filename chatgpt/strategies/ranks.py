@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.strategies.checkpoint.layout import CheckpointError, CheckpointMismatch
-from chatgpt.strategies.machine import default_device, keep_freed_memory
+from chatgpt.strategies.machine import default_device, grow_segments, keep_freed_memory
 
 T = TypeVar('T')
 
@@ -158,6 +158,8 @@ class OneProcess(Ranks):
         self.device = torch.device(device or ('cuda:0' if default_device() == 'cuda' else 'cpu'))
         if self.device.type == 'cpu':
             keep_freed_memory()
+        elif self.device.type == 'cuda':
+            grow_segments()
 
     def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
         if op not in ('sum', 'mean', 'max', 'min'):

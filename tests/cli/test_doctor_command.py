@@ -72,6 +72,15 @@ def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
     assert out == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
 
 
+def test_a_card_that_stayed_idle_is_named(tmp_path, monkeypatch, capsys):
+    run = folder(tmp_path / 'run', **{'rm/accuracy': 0.8})
+    start = {'at': '2026-01-01T00:00:00Z', 'phase': 0, 'command': [], 'machine': {'unused_card': 'torch sees no card'}}
+    content = {'format': 1, 'method': 'reward-model', 'trainer': 'RewardModelTrainer', 'starts': [start]}
+    (run / 'run.json').write_text(json.dumps(content))
+    assert call(monkeypatch, 'doctor', str(run)) == 0
+    assert capsys.readouterr().out == f'{run}: no findings in 10 phases\ntorch sees no card\n'
+
+
 def test_a_finding_is_explained_without_a_run(monkeypatch, capsys):
     assert call(monkeypatch, 'doctor', '--explain', 'kl-runs-away') == 0
     out = capsys.readouterr().out

@@ -14,6 +14,8 @@ from cuda_on_cpu import pretend_cuda
 from engine_calls import assert_same, counted_captures, generated, generated_turns, prompts_of
 
 from chatgpt.nn import Actor
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.shared import SharedTrunk
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.rollout.local import fixed_step
 from chatgpt.rollout.local.fixed_step import FixedSteps
@@ -127,3 +129,17 @@ def test_a_process_captures_on_one_stream():
             for _ in range(2):
                 generated(LocalEngine(), on_gpu, SamplingParams(max_new_tokens=4))
     assert len(made) == 2 and len(streams) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_kept_graphs_read_the_current_factors_of_adapters_on_a_gpu():
+    actor = SharedTrunk(tiny_causal_lm('llama')).actor(2).cuda()
+    engines = LocalEngine(keep=True), LocalEngine(fixed_steps=False)
+    for _ in range(3):
+        with torch.no_grad():
+            for layer in lora_layers(actor.model).values():
+                layer.lora_B.add_(0.05)
+        found, want = (generated(engine, actor, SamplingParams(max_new_tokens=24)) for engine in engines)
+        assert_same(found, want)
+    assert engines[0]._fixed is not None and engines[0]._fixed._graphs

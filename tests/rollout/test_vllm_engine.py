@@ -74,6 +74,15 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
     assert llm.events[-4:] == ['wake weights', 'load', 'wake kv_cache', 'sleep 2']
 
 
+def test_segments_do_not_grow_where_vllm_sleeps(fake_vllm, folder, monkeypatch):
+    """Its allocator does not go with them."""
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', given.append)
+    engine = VLLMEngine(folder)
+    collect(engine, tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=2, do_sample=False))
+    assert given == ['expandable_segments:False']
+
+
 def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, monkeypatch, with_16_bits):
     strategy = NaiveStrategy(precision='bf16', device='cpu')
     actor = strategy.prepare(Actor(tiny_causal_lm('gpt2')))

@@ -6,16 +6,22 @@ import ast
 import ctypes
 import os
 import resource
+import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_on_cpu import pretend_cuda
 
 from chatgpt.strategies import NaiveStrategy, machine
-from chatgpt.strategies.machine import Processor, processor, unused_card
+from chatgpt.strategies.machine import Processor, grow_segments, processor, unused_card
+from chatgpt.strategies.processes import ProcessGroup
+from chatgpt.strategies.ranks import OneProcess
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.callbacks.run_record import this_start
 
 
 @pytest.fixture
@@ -173,3 +179,52 @@ def test_freed_blocks_are_used_again_unless_the_user_has_settings_of_their_own()
         pytest.skip('this C library has no mallopt')
     assert count < 2000  # 65536 if memory is returned to the kernel in between
     assert not with_the_users and given_back > 10 * count
+
+
+def test_one_function_says_it_at_the_installation_in_processes_and_in_the_record_of_a_run(nvidia_smi, monkeypatch):
+    nvidia_smi(CARD)
+    line = unused_card()
+    assert line is not None and 'NVIDIA H100 (driver 470.57.02)' in line and 'torch 9.9' in line
+    with pytest.warns(UserWarning) as caught:
+        assert ProcessGroup._choose_device(ProcessGroup.__new__(ProcessGroup), None).type == 'cpu'
+    assert [str(w.message) for w in caught] == [line]
+    assert this_start(0).machine['unused_card'] == line
+    ran = []
+
+    def run(command, **options):
+        ran.append((command, options))
+        return subprocess.CompletedProcess(command, 0, stdout='9.9')
+
+    root = Path(__file__).resolve().parents[2]
+    script = runpy.run_path(str(root / 'install_torch.py'))
+    for name, value in (('gpus', lambda: 1), ('pinned', lambda: 'torch==9.9')):
+        monkeypatch.setitem(script['main'].__globals__, name, value)
+    monkeypatch.setattr(sys, 'argv', ['install_torch.py'])
+    monkeypatch.setattr(subprocess, 'run', run)
+    script['main']()
+    command, options = ran[-1]
+    assert 'machine import unused_card' in command[2] and options['cwd'] == root
+    exec(command[2])  # as the installation calls it
+
+
+def test_no_line_where_torch_sees_the_card(nvidia_smi, monkeypatch):
+    nvidia_smi(CARD)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    assert unused_card() is None
+
+
+@pytest.mark.parametrize('name', ['', 'PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'])
+def test_segments_grow_on_a_gpu_unless_the_user_has_set_the_allocator_up(name, monkeypatch):
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, '_accelerator_setAllocatorSettings', given.append)
+    for variable in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF'):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, 'backend:native')
+    OneProcess('cpu')
+    assert given == []
+    with pretend_cuda():
+        OneProcess('cuda:0')
+    assert given == ([] if name else ['expandable_segments:True'])
+    monkeypatch.delattr(torch._C, '_accelerator_setAllocatorSettings')
+    assert grow_segments() is False

@@ -52,6 +52,8 @@ def main() -> int:
         error = (run.record.error or 'no reason known').strip() if run.record and run.record.status == 'failed' else ''
         failed = f'; the run failed: {error.splitlines()[0]}' if error else ''
         print(f'{run.path}: {count} in {run.phase} phase{"s" * (run.phase != 1)}{failed}')
+        if run.record is not None and run.record.starts and (line := run.record.starts[-1].machine.get('unused_card')):
+            print(line)
         if run.record is None:
             print('(there is no run.json: checks that need settings, sizes or data were left out)')
         for f in findings:

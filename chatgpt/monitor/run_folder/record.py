@@ -33,7 +33,7 @@ class Start:
     """commit of the working directory, and dirty: True if tracked files differ from it"""
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    """system, processor, cores, memory_gib, gpus"""
+    """system, processor, cores, memory_gib, gpus, unused_card"""
 
 
 @dataclass(kw_only=True)

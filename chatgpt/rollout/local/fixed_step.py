@@ -68,7 +68,7 @@ class Tables:
     def __init__(self, size: int, device: torch.device, *, draws: bool) -> None:
         ids, edges = torch.zeros(size + 1, dtype=torch.int64, device=device), 0.0 if draws else 1.0
         numbers = (torch.full((size + 1,), value, device=device) for value in (0.0, 0.0, edges))
-        self.columns = Draw(ids, *numbers)
+        self.columns: tuple[Tensor, ...] = ids, *numbers
 
     def write(self, places: Tensor, draw: Draw) -> None:
         """Writes draws to places, (n,) int64."""

@@ -74,12 +74,10 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.layers: list[Any] = []
         self.rows, self.capacity = rows, capacity
-        self._past = 0
-        self._width = 0
+        self._past = self._width = self._first = 0
         self._prefill_rows: Tensor | None = None
         self._prefill_source: Tensor | None = None
         self._num_rows = 0
-        self._first = 0
         self._at: Any = None
         self._of: Any = None
 

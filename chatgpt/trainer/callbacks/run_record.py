@@ -23,7 +23,7 @@ from chatgpt import __version__
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.lines import previous_of
 from chatgpt.monitor.run_folder.record import FILENAME, RunRecord, Start, Status
-from chatgpt.strategies.machine import processor
+from chatgpt.strategies.machine import processor, unused_card
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
@@ -214,6 +214,7 @@ def _machine() -> dict[str, Any]:
         'threads': torch.get_num_threads(),
         'memory_gib': round(pages / 2**30, 1) if pages else None,
         'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_cuda else [],
+        'unused_card': unused_card(),
     }
 
 
