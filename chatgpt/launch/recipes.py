@@ -150,9 +150,10 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
     callbacks: list[Any] = []
     if isinstance(run, PPORun) and wanted('sample_interval'):
         callbacks.append(SampleTable(every=run.sample_interval))
-    if wanted('checkpoint_interval', 'checkpoint_minutes', 'keep_last'):
+    if wanted('checkpoint_interval', 'checkpoint_minutes', 'keep_last', 'background_checkpoints'):
         interval, minutes = run.checkpoint_interval or None, run.checkpoint_minutes or None
-        callbacks.append(SaveCheckpoint(interval=interval, minutes=minutes, keep_last=run.keep_last))
+        kept: dict[str, Any] = {'keep_last': run.keep_last, 'background': run.background_checkpoints}
+        callbacks.append(SaveCheckpoint(interval=interval, minutes=minutes, **kept))
     if inputs.by_name:
         callbacks.append(RunRecorder(run.to_dict(), run_defaults(run), lambda: planned(inputs)))
     callbacks += [TRACKERS.find(name)() for name in run.trackers()]

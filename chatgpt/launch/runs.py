@@ -156,6 +156,8 @@ class FolderSettings(Settings):
     checkpoint_interval: only when the run is interrupted or fails"""
     keep_last: int = 2
     """number of newest checkpoints to keep, including one written at an interruption"""
+    background_checkpoints: bool = False
+    """write checkpoints while the run goes on, from a copy in host memory; the last one is written before it ends"""
     log_with: list[str] | None = field(default=None, metadata={'choices': lambda: [*TRACKERS, 'none']})
     """trackers beside metrics.jsonl, separated by commas (docs/trackers.md)"""
     tensorboard: bool = False

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from chatgpt.data.formats import note_model
 from chatgpt.monitor.publish import NUM_SAMPLES
 from chatgpt.strategies.base import Strategy
-from chatgpt.strategies.checkpoint import claim_folder
+from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
 from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.callbacks import Callback, CallbackList
@@ -99,6 +99,7 @@ class Trainer:
         """state and finished steps at the end of the last phase of this `fit`"""
         self._standing: tuple[Path, int, int] | None = None
         """the checkpoint last written or loaded, with its phase and finished steps"""
+        self._saving: checkpointing.Saving | None = None
         self.clock = PhaseClock(strategy.device)
         self._signals = StopSignals()
         self._stop_requested = False
@@ -176,20 +177,48 @@ class Trainer:
     def checkpoint_dir(self) -> Path | None:
         return self.run_dir / 'checkpoints' if self.run_dir is not None else None
 
-    def save_checkpoint(self, path: str | Path | None = None, *, score: float | None = None) -> Path:
+    def save_checkpoint(
+        self, path: str | Path | None = None, *, score: float | None = None, background: bool = False
+    ) -> Path:
         """Writes everything that a resume needs, atomically. Call it on every rank, between phases.
 
         Args:
             path: folder to write; None means `run_dir/checkpoints/step-<phase>`.
             score: stored with the checkpoint for keeping the best ones; higher is better.
+            background: return after a copy to host memory. A thread writes it, and `finish_saving`, or the next
+                checkpoint, completes it; until then it does not exist.
 
         Raises:
             CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
         """
-        path = checkpointing.save_checkpoint(self, path, score=score)
-        self._standing = path, self.phase, self.steps.done
-        self.callbacks.on_checkpoint(self, path)
+        try:
+            self.finish_saving()
+        except CheckpointError as error:
+            self.warn(f'an earlier checkpoint was not written: {error}')
+        self._saving = checkpointing.begin_checkpoint(
+            self, path, steps=self.steps.done, score=score, background=background
+        )
+        path = self._saving.path
+        if not background:
+            self.finish_saving()
         return path
+
+    def finish_saving(self, *, wait: bool = True) -> None:
+        """Completes the checkpoint that is written in the background, if there is one. Collective.
+
+        Args:
+            wait: False: only if all ranks have written it.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        saving = self._saving
+        if saving is None or not (wait or not agreed(not saving.writer.written, self.strategy)):
+            return
+        self._saving = None
+        saving.commit(self)
+        self._standing = saving.path, saving.phase, saving.steps
+        self.callbacks.on_checkpoint(self, saving.path)
 
     def load_checkpoint(self, path: str | Path) -> bool:
         """Loads a checkpoint folder, written under any strategy and world size, to continue from it.
@@ -201,6 +230,7 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint is partial, damaged, or of other models; names the file or the first keys.
         """
+        self.finish_saving()
         found = checkpointing.load_checkpoint(self, path)
         if found is None:
             return False
@@ -310,11 +340,15 @@ class Trainer:
                 yield
                 self._save_if_interrupted()
                 self.callbacks.on_fit_end(self)
+                self.finish_saving()
             except BaseException as error:
                 save_after_failure(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
             finally:
+                if self._saving is not None:
+                    self._saving.writer.abandon()
+                    self._saving = None
                 if self.collector is not None:
                     self.collector.free()
         self._signals.raise_received()

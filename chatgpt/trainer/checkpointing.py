@@ -5,6 +5,7 @@
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
                                    the library itself samples from counters
     <group>/...                    tensors of callbacks, under the name that the callback gives them
+    state/...                      tensors of state.json: samples that were generated ahead (`max_staleness`)
     state.json                     counters, KL controller, running moments, hyperparameters, settings,
                                    callbacks' states
 
@@ -12,19 +13,20 @@ The manifest's meta records the owner of each group of pieces (`owners`): MODELS
 class and number among those of its class ('EMA.0'). A group is loaded by its owner, whatever its name. If two owners
 have groups of the same name, the second is stored as `<group>@<owner>`.
 
-Checkpoints are written between phases, when the replay buffer is empty, so they hold no experience; state.json holds
-samples that were generated ahead (`max_staleness`).
+Checkpoints are written between phases, when the replay buffer is empty, so they hold no experience.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,10 @@ from chatgpt.strategies.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     Piece,
+    TensorReader,
     latest,
     list_checkpoints,
+    pieces_of,
     recover,
     step_folder,
     step_of,
@@ -45,11 +49,32 @@ from chatgpt.strategies.checkpoint import (
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.schedule import hyperparameters
 
-MODELS, OPTIMIZERS, RNG = 'models', 'optimizers', 'rng'
+MODELS, OPTIMIZERS, RNG, STATE = 'models', 'optimizers', 'rng', 'state'
 """owners of groups that do not belong to a callback"""
 
 
-def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: float | None = None) -> Path:
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that may still be written in the background."""
+
+    path: Path
+    writer: CheckpointWriter
+    meta: dict[str, Any]
+    phase: int
+    steps: int
+    """finished optimizer steps"""
+
+    def commit(self, trainer: TrainerView) -> None:
+        if not self.writer.committed:
+            self.writer.commit(meta=self.meta)
+        if step_of(self.path) is not None and trainer.strategy.is_rank_0:
+            # the folder of an interrupted phase is out of date now
+            shutil.rmtree(self.path.with_name(CUT_SHORT), ignore_errors=True)
+
+
+def begin_checkpoint(
+    trainer: TrainerView, path: str | Path | None, *, steps: int, score: float | None = None, background: bool = False
+) -> Saving:
     """See `Trainer.save_checkpoint`. `score` is for `prune(keep_best=...)`: higher is better."""
     strategy = trainer.strategy
     if path is None:
@@ -58,14 +83,18 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
         path = step_folder(trainer.checkpoint_dir, trainer.phase)
     path = Path(path)
     optimizers = {name: strategy.optimizer_state(optimizer) for name, optimizer in trainer.optimizers().items()}
+    tensors: dict[str, torch.Tensor] = {}
     state = {
-        'trainer': trainer.checkpoint_state(),
+        'trainer': _without_tensors(trainer.checkpoint_state(), tensors),
         'optimizers': {name: meta for name, (meta, _) in optimizers.items()},
         'fingerprint': trainer.fingerprint(),
         'layout': layout_of(trainer),
     }
     processes = strategy.processes
-    with CheckpointWriter(path, rank=processes.rank, all_gather_object=processes.all_gather_object) as writer:
+    writer = CheckpointWriter(
+        path, rank=processes.rank, all_gather_object=processes.all_gather_object, background=background
+    )
+    with writer:
         owners: dict[str, str] = {'rng': RNG}
         for name, model in trainer.models().items():
             owners[name] = MODELS
@@ -78,12 +107,40 @@ def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: flo
             owners[name] = owner
             writer.add(f'{name}/', pieces)
         writer.add('rng/', _rng_pieces(strategy.rank) if strategy.ranks.leads else ())
+        if tensors:
+            owners['state'] = STATE
+            writer.add('state/', pieces_of(tensors) if strategy.ranks.leads and strategy.is_rank_0 else ())
         writer.add_json('state.json', state)
         kind = {'kind': 'training', 'method': trainer.facts()['method']}
-        writer.commit(meta=kind | {'phase': trainer.phase, 'score': score, 'owners': owners})
-    if step_of(path) is not None and strategy.is_rank_0:  # the folder of an interrupted phase is out of date now
-        shutil.rmtree(path.with_name(CUT_SHORT), ignore_errors=True)
-    return path
+        saving = Saving(
+            path, writer, kind | {'phase': trainer.phase, 'score': score, 'owners': owners}, trainer.phase, steps
+        )
+        if not background:
+            writer.commit(saving.meta)
+    return saving
+
+
+def _without_tensors(state: Any, tensors: dict[str, torch.Tensor], where: str = '') -> Any:
+    """Returns `state` with {'tensor': name} for each tensor, and adds these to `tensors`."""
+    if isinstance(state, torch.Tensor):
+        tensors[where] = state
+        return {'tensor': where}
+    if isinstance(state, Mapping):
+        return {k: _without_tensors(v, tensors, f'{where}/{k}' if where else str(k)) for k, v in state.items()}
+    if isinstance(state, list):
+        return [_without_tensors(v, tensors, f'{where}/{i}') for i, v in enumerate(state)]
+    return state
+
+
+def _with_tensors(state: Any, reader: TensorReader) -> Any:
+    """Inverts `_without_tensors`."""
+    if isinstance(state, Mapping):
+        name = state.get('tensor')
+        if len(state) == 1 and isinstance(name, str) and name in reader.names():
+            shape = reader.shape(name)
+            return reader.read(name, 0, math.prod(shape)).reshape(shape).clone()
+        return {key: _with_tensors(value, reader) for key, value in state.items()}
+    return [_with_tensors(value, reader) for value in state] if isinstance(state, list) else state
 
 
 def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[str, Any]] | None:
@@ -118,7 +175,7 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
             # Settings of this run take precedence over the checkpoint's; `report_changes` warns about differences.
             settings.update(values)
     for name, owner in sorted(owners.items()):
-        if owner in (MODELS, OPTIMIZERS, RNG):
+        if owner in (MODELS, OPTIMIZERS, RNG, STATE):
             continue
         group = name.removesuffix(f'@{owner}')
         if (
@@ -129,7 +186,7 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
             warnings.warn(
                 f'{folder}: {group} is of a callback that this run does not have, {kind}; it is left out', stacklevel=3
             )
-    trainer.load_state_dict(state['trainer'])
+    trainer.load_state_dict(_with_tensors(state['trainer'], reader.sub('state/')))
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank)
     return folder, state['fingerprint']

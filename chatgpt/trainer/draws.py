@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from chatgpt.data.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import Call, RolloutEngine, SamplingParams
@@ -135,7 +136,7 @@ class Draws:
         return {'prompts_drawn': self.prompts_drawn, 'samples_drawn': self.samples_drawn}
 
     def state(self) -> dict[str, Any]:
-        """Returns everything in flight as JSON, all ranks together. A collective."""
+        """Returns everything in flight as JSON and tensors, all ranks together. A collective."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -253,8 +254,7 @@ class Pipeline(Draws):
         records = []
         for t in self.waiting:
             samples = self._wait(t)
-            shares = self.strategy.all_gather_object(_to_json(pack_samples(samples, t.version)))
-            joined = {name: [x for share in shares for x in share[name]] for name in shares[0]}
+            joined = _joined(self.strategy.all_gather_object(_record(pack_samples(samples, t.version))))
             where = {'first_prompt': t.first_prompt, 'first_sample': t.first_sample, 'version': t.version}
             records.append(where | {'temperature': samples[0].temperature} | joined)
         return {'in_flight': records, 'in_flight_from': self.made_from()}
@@ -289,23 +289,33 @@ _ARRAYS = {
 }
 
 
-def _to_json(packed: PackedSamples) -> dict[str, list[Any]]:
-    """Converts samples to JSON, which keeps all bits of fp32, written as the equal fp64. Fields of episodes are empty
-    for other samples."""
-    arrays = {name: getattr(packed, name) for name in _ARRAYS}
-    record: dict[str, list[Any]] = {name: [] if array is None else array.tolist() for name, array in arrays.items()}
+def _record(packed: PackedSamples) -> dict[str, Any]:
+    """Returns samples as arrays, None where there are none, and lists of JSON."""
     episodes = [e._asdict() | {'episode': asdict(e.episode)} for e in packed.episodes or ()]
-    return record | {'reasons': list(packed.reasons), 'episodes': episodes}
+    arrays = {name: getattr(packed, name) for name in _ARRAYS}
+    return arrays | {'reasons': list(packed.reasons), 'episodes': episodes}
+
+
+def _joined(shares: SequenceOf[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the records of all ranks as one, with tensors."""
+    joined: dict[str, Any] = {n: [x for share in shares for x in share[n]] for n in ('reasons', 'episodes')}
+    for name, dtype in _ARRAYS.items():
+        if any(share[name] is not None for share in shares):  # a share without masks has only ones
+            arrays = [np.ones(len(s['ids']), dtype) if s[name] is None else s[name] for s in shares]
+            joined[name] = torch.from_numpy(np.concatenate(arrays))
+    return joined
 
 
 def _share(record: Mapping[str, Any], start: int, stop: int) -> PackedSamples:
     """Returns samples [start, stop) of a record."""
-    before, inside = sum(record['lengths'][:start]), sum(record['lengths'][start:stop])
+    before, inside = int(sum(record['lengths'][:start])), int(sum(record['lengths'][start:stop]))
     arrays: dict[str, Any] = {}
     for name, dtype in _ARRAYS.items():
         first, last = (start, stop) if name == 'lengths' else (before, before + inside)
-        values = record.get(name, ())
-        arrays[name] = np.array(values[first:last], dtype=dtype) if values else None
+        values = record.get(name, ())  # a tensor, or a list in checkpoints of earlier versions
+        part = values[first:last]
+        part = part.numpy() if isinstance(part, torch.Tensor) else np.array(part, dtype=dtype)
+        arrays[name] = part if len(values) else None
     episodes = [_episode(e) for e in record.get('episodes', ())[start:stop]]
     return PackedSamples(
         version=record['version'], reasons=list(record['reasons'][start:stop]), episodes=episodes or None, **arrays

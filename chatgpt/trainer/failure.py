@@ -16,9 +16,10 @@ On several ranks saving is a collective, done only where all ranks fail at the s
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from chatgpt.strategies.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
+from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, step_folder
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.run_control import RankMismatchError
@@ -61,6 +62,8 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     if steps.within or isinstance(error, RankMismatchError):
         why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
         return f'nothing was saved, because {why}; {_standing(root)}'
+    with suppress(CheckpointError):
+        trainer.finish_saving()
     exact = trainer.put_back()
     path = trainer.standing_checkpoint()
     if path is None:

@@ -3,7 +3,6 @@ resume with episodes in flight."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import episode_runs
@@ -137,7 +135,7 @@ def test_a_resumed_run_continues_to_the_bit_with_episodes_in_flight(tmp_path, n)
     first, before = remote(max_staleness=n, more=[StopAfter(2)])
     first.fit(prompts(), 4, 1, 1)
     folder = first.save_checkpoint(tmp_path / 'checkpoint')
-    held = json.loads((Path(folder) / 'state.json').read_text())['trainer'].get('in_flight', [])
+    held = first.checkpoint_state().get('in_flight', [])
     assert len(held) == n
     assert all(len(record['episodes']) == 4 for record in held)
     assert not n or not all(mask for record in held for mask in record['masks'])

@@ -69,11 +69,12 @@ class Averages(DDPStrategy):
 
 
 class ForgetsBuckets(DDPStrategy):
-    """A strategy that sums the first bucket only."""
+    """A strategy that sums the first bucket and takes this rank's share of the others."""
 
     def _reduce_gradients(self, pair):
-        first = next(p for _, p in pair.named_parameters())
-        first.grad.copy_(self.all_reduce(first.grad))
+        super()._reduce_gradients(pair)
+        for parameter in pair.parameters()[1:]:
+            parameter.grad /= self.world_size
 
 
 class LocalClipping(DDPStrategy):

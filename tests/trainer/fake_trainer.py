@@ -55,7 +55,10 @@ class FakeTrainer:
     def request_stop(self):
         self.stop = True
 
-    def save_checkpoint(self, path=None, *, score=None):
+    def finish_saving(self, *, wait=True):
+        pass
+
+    def save_checkpoint(self, path=None, *, score=None, background=False):
         if self.disk_full:
             raise CheckpointError(f'{path}: could not be written (No space left on device)')
         path.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,15 @@ from tiny_runs import sft
 
 from chatgpt.launch.recipes import make_callbacks
 from chatgpt.launch.runs import SFTRun
-from chatgpt.strategies.checkpoint import Piece, TensorReader, list_checkpoints
+from chatgpt.nn import GPTActor
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.strategies.checkpoint import CheckpointWriter, Piece, TensorReader, list_checkpoints
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import SFTTrainer
 from chatgpt.trainer import callbacks as cb
-from chatgpt.trainer.callbacks import Callback
+from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
+from chatgpt.types import Sequence
 
 
 def saved(root: Path) -> list[int]:
@@ -104,6 +111,101 @@ def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):
     trainer.disk_full = False
     trainer.callbacks.on_fit_end(trainer)
     assert saved(tmp_path / 'checkpoints') == [2]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds the thread that writes a checkpoint until the event is set."""
+    event, work = threading.Event(), CheckpointWriter._work
+
+    def waits(self):
+        event.wait()
+        work(self)
+
+    monkeypatch.setattr(CheckpointWriter, '_work', waits)
+    return event
+
+
+class Watch(Callback):
+    """Notes the finished checkpoints at the end of each phase, and calls `then[phase]`."""
+
+    order = 200
+
+    def __init__(self, root, then):
+        self.root, self.then, self.seen = root, then, []
+
+    def on_phase_end(self, trainer, step, metrics):
+        self.seen.append(saved(self.root))
+        self.then.get(step, lambda: None)()
+
+
+def background_run(folder, then, resume=None, strategy=None):
+    strategy = strategy or NaiveStrategy(seed=1, device='cpu')
+    torch.manual_seed(0)
+    model = GPTActor(config=tiny_config('gpt2', hidden=16, positions=16))
+    watch = Watch(folder / 'checkpoints', then)
+    callbacks = [SaveCheckpoint(interval=2, background=True), watch, cb.ProgressBar(enabled=False)]
+    ids, mask = torch.arange(3, 7), torch.ones(4, dtype=torch.bool)
+    records = [Sequence(prompt_ids=ids[:1], response_ids=ids + i, response_mask=mask) for i in range(10)]
+    trainer = SFTTrainer(
+        strategy,
+        *strategy.prepare((model, strategy.make_optimizer(model.parameters(), lr=0.1))),
+        records,
+        run_dir=folder,
+        callbacks=callbacks,
+        train_batch_size=2,
+        max_epochs=1,
+        log_interval=1,
+    )
+    if resume is not None:
+        trainer.load_checkpoint(resume)
+    trainer.fit()
+    return watch.seen, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_checkpoint_is_written_while_the_run_goes_on(tmp_path, held):
+    seen, weights = background_run(tmp_path / 'a', {3: held.set, 4: lambda: None})
+    # phase 2 is held until phase 3 has ended, and complete before phase 4 is written; the end of the run waits
+    assert seen[:3] == [[], [], []] and seen[3] == [2]
+    assert saved(tmp_path / 'a' / 'checkpoints') == [2, 4, 5]
+    # it holds the weights of its own phase, although training went on before they were written
+    _, resumed = background_run(tmp_path / 'b', {}, resume=tmp_path / 'a' / 'checkpoints' / 'step-00000002')
+    assert torch.equal(resumed, weights)
+
+
+def on_two_ranks(folder):
+    with DDPStrategy(seed=1, device='cpu') as strategy:
+        _, weights = background_run(folder, {}, strategy=strategy)
+        _, resumed = background_run(folder / 'again', {}, folder / 'checkpoints' / 'step-00000004', strategy)
+        return saved(folder / 'checkpoints'), torch.equal(weights, resumed)
+
+
+def test_two_ranks_write_their_parts_in_the_background(tmp_path):
+    assert run_distributed(on_two_ranks, 2, tmp_path) == [([2, 4, 5], True)] * 2
+
+
+def test_what_ends_a_run_leaves_the_former_checkpoint(tmp_path, held):
+    def fail():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        background_run(tmp_path, {2: held.set, 4: fail})
+    root = tmp_path / 'checkpoints'
+    assert saved(root) == [2] and [p.name for p in root.iterdir()] == ['step-00000002']
+
+
+def test_an_error_of_the_writer_is_raised_at_the_end_of_a_later_phase(tmp_path, monkeypatch):
+    write = CheckpointWriter._write
+
+    def full(self, name, data):
+        if self.folder.name == 'step-00000002':
+            raise OSError(28, 'No space left on device')
+        write(self, name, data)
+
+    monkeypatch.setattr(CheckpointWriter, '_write', full)
+    with pytest.warns(UserWarning, match='an earlier checkpoint was not written, the run goes on: .*No space left'):
+        background_run(tmp_path, {})
+    assert saved(tmp_path / 'checkpoints') == [4, 5]
 
 
 def test_bad_checkpoint_settings_are_refused():

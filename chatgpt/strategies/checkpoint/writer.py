@@ -10,7 +10,9 @@ import functools
 import json
 import os
 import shutil
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -56,6 +58,10 @@ class CheckpointWriter:
     Until `commit` returns, an existing checkpoint at `folder` is not changed. A failure on any rank (a full disk)
     removes the temporary folder and raises `CheckpointError` with the reason on every rank, after all ranks have
     iterated over their pieces, since that may be collective.
+
+    Args:
+        background: `add` copies to host memory, and after the `with` block a thread writes the files. `commit`, then
+            called after the block, waits for it.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class CheckpointWriter:
         rank: int = 0,
         all_gather_object: Gather = single_process,
         max_file_bytes: int = MAX_FILE_BYTES,
+        background: bool = False,
     ) -> None:
         self.folder = Path(os.path.abspath(folder))
         self.rank, self.gather, self.max_file_bytes = rank, all_gather_object, max_file_bytes
@@ -74,7 +81,11 @@ class CheckpointWriter:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
         self._num_files = 0
-        self._committed = False
+        self.committed = False
+        self._files: deque[tuple[str, Callable[[], bytes]]] = deque()
+        """names of files to write in the background, and functions that return their bytes"""
+        self._thread = threading.Thread(target=self._work, name='chatgpt-checkpoint', daemon=True)
+        self.background = background
 
     def __enter__(self) -> Self:
         if self.rank == 0:
@@ -139,13 +150,40 @@ class CheckpointWriter:
             tensors, self._pending, self._pending_bytes = self._pending, {}, 0
             name = self._file_name(group)
             self._num_files += 1
-            self._write(name, save(tensors))
+            self._put(name, functools.partial(save, tensors))
 
     def add_json(self, name: str, content: Any) -> None:
         """Writes rank 0's `content` as a JSON file."""
         check_file_name(name, self.folder)
         if self.rank == 0:
-            self._attempt(lambda: self._write(name, json.dumps(content, indent=1).encode()))
+            self._attempt(lambda: self._put(name, json.dumps(content, indent=1).encode))
+
+    def _put(self, name: str, data: Callable[[], bytes]) -> None:
+        if self.background:
+            self._files.append((name, data))
+        else:
+            self._write(name, data())
+
+    def _work(self) -> None:
+        while self._files:
+            name, data = self._files.popleft()
+            self._attempt(functools.partial(self._write_later, name, data))
+
+    def _write_later(self, name: str, data: Callable[[], bytes]) -> None:
+        self._write(name, data())
+
+    @property
+    def written(self) -> bool:
+        """False while files are being written in the background."""
+        return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Stops writing and removes what is not committed."""
+        self._files.clear()
+        if self._thread.is_alive():
+            self._thread.join()
+        if not self.committed:
+            self._remove()
 
     def _write(self, name: str, data: bytes) -> None:
         with open(self.temporary / name, 'wb') as file:
@@ -156,11 +194,13 @@ class CheckpointWriter:
 
     def commit(self, meta: dict[str, Any] | None = None) -> None:
         """Merges the pieces of all ranks, writes the manifest and renames the folder to its final name."""
+        if self.background:
+            self._thread.join()
         parts = self._agree((self.manifest.tensors, self.manifest.files))
         if self.rank == 0:
             self._attempt(lambda: self._finish(parts, meta or {}))
         self._agree()
-        self._committed = True
+        self.committed = True
 
     def _finish(self, parts: list[tuple[dict[str, StoredTensor], dict[str, StoredFile]]], meta: dict[str, Any]) -> None:
         merged = Manifest(meta=meta)
@@ -224,13 +264,15 @@ class CheckpointWriter:
         return '; earlier checkpoints beside it are untouched' if list_checkpoints(self.folder.parent) else ''
 
     def _remove(self) -> None:
-        self._committed = True
+        self.committed = True
         if self.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def __exit__(self, *_: object) -> None:
-        if not self._committed:
-            self._remove()
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.background and kind is None:
+            self._thread.start()
+        else:
+            self.abandon()
 
 
 def write_checkpoint(

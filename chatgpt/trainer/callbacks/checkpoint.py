@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
-from chatgpt.strategies.checkpoint import CheckpointError, prune, step_folder
+from chatgpt.strategies.checkpoint import CheckpointError, prune, step_folder, step_of
 from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, metric_value
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 
@@ -27,6 +27,9 @@ class SaveCheckpoint(Callback):
         keep_last: number of newest checkpoints to keep, including those saved after a signal or an exception; None
             keeps all.
         keep_best: number to keep in addition, by the value of `metric` in their phase.
+        background: write while the run goes on, from a copy in host memory. The checkpoint is complete at the end of a
+            later phase, at the latest before the next one is written or the run ends, and the last one is not written
+            in the background.
         metric, mode: the metric and its better direction; an `eval/` metric counts in phases that measured it, and at
             the end of the run.
     """
@@ -41,6 +44,7 @@ class SaveCheckpoint(Callback):
         minutes: float | None = None,
         keep_last: int | None = None,
         keep_best: int = 0,
+        background: bool = False,
         metric: str = 'rollout/score_mean',
         mode: Mode = 'max',
     ) -> None:
@@ -58,7 +62,7 @@ class SaveCheckpoint(Callback):
             )
         check_mode(mode)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
-        self.minutes = minutes
+        self.minutes, self.background = minutes, background
         self._saved_at = time.monotonic()
         self._saved_phase: int | None = None
         self._score: float | None = None
@@ -69,7 +73,10 @@ class SaveCheckpoint(Callback):
         self._saved_phase = trainer.phase  # phase 0 has nothing to save, and a resumed phase is saved already
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
-        self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
+        if step_of(path) in (None, trainer.phase):
+            self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
+        else:  # written in the background
+            self._prune(trainer)
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._prune(trainer)
@@ -77,8 +84,10 @@ class SaveCheckpoint(Callback):
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric) if self.keep_best else None
         self._score = -value if value is not None and self.mode == 'min' else value
-        if (self.interval is not None and step % self.interval == 0) or self._is_due(trainer):
-            self._save(trainer)
+        due = (self.interval is not None and step % self.interval == 0) or self._is_due(trainer)
+        self._finish(trainer, wait=due)
+        if due:
+            self._save(trainer, background=self.background)
 
     def _is_due(self, trainer: TrainerView) -> bool:
         """Returns True if the minutes have passed. Clocks differ, so rank 0 decides: a save is a collective."""
@@ -87,7 +96,15 @@ class SaveCheckpoint(Callback):
         late = trainer.strategy.is_rank_0 and time.monotonic() - self._saved_at >= 60 * self.minutes
         return late if trainer.strategy.processes.world_size == 1 else trainer.strategy.broadcast_object(late)
 
+    def _finish(self, trainer: TrainerView, wait: bool) -> None:
+        try:
+            trainer.finish_saving(wait=wait)
+        except CheckpointError as error:
+            if trainer.strategy.is_rank_0:
+                warnings.warn(f'an earlier checkpoint was not written, the run goes on: {error}', stacklevel=2)
+
     def on_fit_end(self, trainer: TrainerView) -> None:
+        self._finish(trainer, wait=True)
         if self._saved_phase == trainer.phase:  # by the trainer itself if a signal ended the run
             self._prune(trainer)
         elif self.interval is not None or self.minutes is not None:
@@ -109,15 +126,16 @@ class SaveCheckpoint(Callback):
             raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
         return root
 
-    def _save(self, trainer: TrainerView) -> None:
+    def _save(self, trainer: TrainerView, background: bool = False) -> None:
+        path = step_folder(self._root(trainer), trainer.phase)
         try:
-            trainer.save_checkpoint(step_folder(self._root(trainer), trainer.phase), score=self._score)
+            trainer.save_checkpoint(path, score=self._score, background=background)
         except CheckpointError as error:
             self._saved_at = time.monotonic()  # no attempt in every phase while the disk is full
             if trainer.strategy.is_rank_0:
                 warnings.warn(f'phase {trainer.phase} was not saved, the run goes on: {error}', stacklevel=2)
             return
-        self._saved_phase = trainer.phase
+        self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
         self._prune(trainer)
 
     def _prune(self, trainer: TrainerView) -> None:
