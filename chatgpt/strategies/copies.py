@@ -89,6 +89,22 @@ def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Param
     return changed
 
 
+def of_mixed_dtypes(hook: Any) -> Any:
+    """Marks a forward hook that a copy in one dtype must not have."""
+    hook.of_mixed_dtypes = True
+    return hook
+
+
+def without_autocast(copied: nn.Module) -> nn.Module:
+    """Removes the hooks of `NarrowWeights` from a copy in which all weights have the compute dtype."""
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, 'of_mixed_dtypes', False)]:
+                del hooks[key]
+                part._forward_hooks_always_called.pop(key, None)
+    return copied
+
+
 class NarrowWeights:
     """Weights that are stored in the compute dtype: frozen ones, and those that learn, in place of which an optimizer
     steps fp32 masters (Micikevicius et al. 2018, "Mixed precision training", section 3.1). Autocast then casts no
@@ -143,6 +159,8 @@ class NarrowWeights:
         weight.grad = None
         if gradient is not None:
             master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+        for hook in (master._post_accumulate_grad_hooks or {}).values():  # such as of a reduction over ranks
+            hook(master)
 
     def exact(self, tensor: Any) -> Any:
         """Returns the master of a weight, and any other tensor itself."""
@@ -170,14 +188,15 @@ class NarrowWeights:
 
         entered: list[AbstractContextManager[Any]] = []
 
+        @of_mixed_dtypes
         def enter(*_: Any) -> None:
             entered.append(nullcontext() if id(module) in self._wide else self.autocast())
             entered[-1].__enter__()
 
+        @of_mixed_dtypes
         def leave(*_: Any) -> None:
             entered.pop().__exit__(None, None, None)
 
-        enter.autocasts = leave.autocasts = True  # type: ignore[attr-defined]
         for part in module.modules():
             if part is module or isinstance(part, PreTrainedModel):
                 self._hooks.append(part.register_forward_pre_hook(enter))
@@ -286,7 +305,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
     for name, buffer in module.named_buffers() if into is None else ():
         if buffer.is_floating_point() and STATE_BUFFERS.search(name):
             memo[id(buffer)] = buffer.to(dtype, copy=True)
-    copied = _without_autocast(copy.deepcopy(module, memo)) if into is None else into
+    copied = without_autocast(copy.deepcopy(module, memo)) if into is None else into
     for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
         if buffer is not own:
             buffer.copy_(own)
@@ -296,16 +315,6 @@ def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = No
         layer.saved = None  # the base weights in fp32, which the copy would keep alive
         layer.merged = False
         layer.lora_B.zero_()
-    return copied
-
-
-def _without_autocast(copied: nn.Module) -> nn.Module:
-    """Removes the hooks of `NarrowWeights` from a copy, whose weights have one dtype."""
-    for part in copied.modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hasattr(hook, 'autocasts')]:
-                del hooks[key]
-                part._forward_hooks_always_called.pop(key, None)
     return copied
 
 
