@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
-from chatgpt.strategies.copies import matmul_weights, narrow
+from chatgpt.strategies.copies import matmul_weights, narrow, stored_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
 from chatgpt.strategies.streaming import transformer_blocks
 from chatgpt.strategies.tensor_parallel import check_model, parallelize
@@ -95,9 +95,12 @@ def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
 
 
 def kept_in_16_bits(model: Any) -> list[nn.Parameter]:
-    """Returns the parameters that a run in 16 bits keeps in 16 bits: those that only matrix products read, of a frozen
-    model, or under adapters if the model's folder is in 16 bits."""
-    frozen = not any(p.requires_grad for p in model.parameters())
+    """Returns the parameters that a run in 16 bits keeps in 16 bits: of a model that is frozen, or learns whole with
+    fp32 masters, all of the transformers model in it; under adapters those that only matrix products read, if the
+    model's folder is in 16 bits."""
+    stored, frozen = stored_weights(model), not any(p.requires_grad for p in model.parameters())
+    if stored and (frozen or all(p.requires_grad for p in stored)):
+        return stored
     if not frozen and getattr(model, 'folder_dtype', None) not in (torch.bfloat16, torch.float16):
         return []
     return [p for p in matmul_weights(model) if not p.requires_grad]
@@ -341,7 +344,9 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
         kept: list[Tensor] = []
 
         def free_grad(parameter: Tensor) -> None:
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if not setup.memory_model.whole:
+                del gradient  # else it is added to its master's before it is freed
             kept.append(torch.empty(math.ceil(growing * parameter.numel()), dtype=torch.uint8))
 
         for parameter in model.parameters():

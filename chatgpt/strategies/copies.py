@@ -168,6 +168,8 @@ class NarrowWeights:
         weight.grad = None
         if gradient is not None:
             master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+        for hook in (master._post_accumulate_grad_hooks or {}).values():  # such as of a reduction over ranks
+            hook(master)
 
     def exact(self, tensor: Any) -> Any:
         """Returns the master of a weight, and any other tensor itself."""

@@ -20,7 +20,7 @@ class ParameterSize:
     block: int | None
     """index of its transformer block, or None outside of blocks"""
     narrow: bool = False
-    """frozen, and stored in 16 bits by a run in 16 bits"""
+    """stored in 16 bits by a run in 16 bits; if it is trained, with an fp32 master"""
 
     @property
     def numel(self) -> int:
@@ -47,8 +47,13 @@ class ModelSize:
 
     @property
     def narrow(self) -> int:
-        """Elements that a run in 16 bits stores in 16 bits."""
-        return sum(p.numel for p in self.parameters if p.narrow)
+        """Elements of frozen weights that a run in 16 bits stores in 16 bits."""
+        return sum(p.numel for p in self.parameters if p.narrow and not p.trained)
+
+    @property
+    def mastered(self) -> int:
+        """Elements of trained weights that a run in 16 bits stores in 16 bits, with fp32 masters."""
+        return sum(p.numel for p in self.parameters if p.narrow and p.trained)
 
     @property
     def largest_trained(self) -> int:
@@ -134,8 +139,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The memory of whole fp32 weights, gradients and optimizer states on each rank, used under autocast. A strategy
-    that shards or offloads has a subclass that overrides the methods that differ.
+    """The memory of whole weights, gradients and optimizer states on each rank: fp32, with 16 bits beside them in a run
+    in 16 bits. A strategy that shards or offloads has a subclass that overrides the methods that differ.
     """
 
     offloads: bool = False
@@ -157,7 +162,7 @@ class MemoryModel:
 
     @property
     def keeps_narrow(self) -> bool:
-        """True if a run in 16 bits stores frozen weights in 16 bits."""
+        """True if a run in 16 bits stores weights in 16 bits."""
         return not self.atoms
 
     @property
@@ -188,8 +193,11 @@ class MemoryModel:
         return max(self.atoms // run.num_processes, 1).bit_length() - 1
 
     def saved(self, size: ModelSize, run: Layout) -> float:
-        """Returns the fp32 elements that a run in 16 bits saves by storing frozen weights in 16 bits."""
-        return size.narrow * (1 - run.itemsize / 4) if self.keeps_narrow else 0.0
+        """Returns the fp32 elements that a run in 16 bits saves by storing frozen weights in 16 bits, less those of
+        trained weights in 16 bits, which come beside their masters."""
+        if not self.keeps_narrow or run.itemsize == 4:
+            return 0.0
+        return size.narrow * (1 - run.itemsize / 4) - size.mastered * run.itemsize / 4
 
     def _trained(self, name: str, run: Layout, weights: float, trained: int, num_trained: int) -> Memory:
         """Returns the memory of a trained model from this rank's numbers of fp32 elements."""

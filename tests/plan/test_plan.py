@@ -38,18 +38,21 @@ def actor_of(variant: str) -> Actor:
     return Actor(AutoModelForCausalLM.from_config(CONFIG), value_head=head, **options)
 
 
-def held(name: str, variant: str) -> tuple[int, int, int]:
-    """Returns bytes of weights, gradients and optimizer states of a real model after a step and another backward."""
+def held(name: str, variant: str, precision: str) -> tuple[int, int, int]:
+    """Returns bytes of weights with their masters, gradients and optimizer states of a real model after a step and
+    another backward."""
     from chatgpt.batching import collate
 
-    strategy = getattr(s, LAYOUTS[name][0])(device='cpu', **({'cpu_offload': True} if name == 'fsdp_cpu' else {}))
+    options = {'cpu_offload': True} if name == 'fsdp_cpu' else {}
+    strategy = getattr(s, LAYOUTS[name][0])(device='cpu', precision=precision, **options)
     with strategy:
         actor = actor_of(variant)
         optimizer = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad])
         actor, optimizer = strategy.prepare((actor, optimizer))
         batch = collate(tiny_sequences(seed=0)[:2])
         for step in range(2):
-            out = actor(batch)
+            with strategy.autocast():
+                out = actor(batch)
             values = 0.0 if out.values is None else out.values.sum()
             strategy.backward((out.logprobs.sum() + values) / 100, actor, optimizer)
             if step == 0:
@@ -62,29 +65,32 @@ def held(name: str, variant: str) -> tuple[int, int, int]:
                 whole[id(tensor)] = local.numel() * local.element_size()
             return sum(whole.values())
 
-        parameters = list(strategy.unwrap(actor).parameters())
+        masters = [p for group in optimizer.param_groups for p in group['params']]
+        parameters = [*strategy.unwrap(actor).parameters(), *masters]
         states = [v for state in optimizer.state.values() for v in state.values()]
-        return size(parameters), size([p.grad for p in parameters if p.grad is not None]), size(states)
+        return size(parameters), size({id(p): p.grad for p in parameters if p.grad is not None}.values()), size(states)
 
 
-def held_by_all(names: list[str]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    return {(n, v): held(n, v) for n in names for v in VARIANTS}
+def held_by_all(names: list[str]) -> dict[tuple[str, str, str], tuple[int, int, int]]:
+    found = {(n, v, 'fp32'): held(n, v, 'fp32') for n in names for v in VARIANTS}
+    return found | {(n, 'full', 'bf16'): held(n, 'full', 'bf16') for n in names if not n.startswith('fsdp')}
 
 
-def test_static_parts_are_exact():
+def test_static_parts_are_exact(with_16_bits):
     two = run_distributed(held_by_all, 2, [n for n, (_, w) in LAYOUTS.items() if w == 2], init_group=True)
     measured = {key: [ranks[key] for ranks in two] for key in two[0]} | {
         k: [m] for k, m in held_by_all(['naive']).items()
     }
-    assert len(measured) == 12
-    for (name, variant), ranks in measured.items():
-        setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **VARIANTS[variant])
+    assert len(measured) == 14
+    for (name, variant, precision), ranks in measured.items():
+        options = VARIANTS[variant] | {'precision': precision}
+        setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **options)
         memory = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
         planned = [
             memory.device.get(f'actor {n}', 0) + memory.host.get(f'actor {n}', 0)
             for n in ('weights', 'gradients', 'optimizer')
         ]
-        assert planned == list(map(max, zip(*ranks, strict=True))), (name, variant)
+        assert planned == list(map(max, zip(*ranks, strict=True))), (name, variant, precision)
 
 
 def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
@@ -153,8 +159,15 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     model = AutoModelForCausalLM.from_config(CONFIG)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    real = (Actor if kind == 'actor' else Critic)(model).train()
-    batch = models.batch_of(4, setup)
+    real = models.cast((Actor if kind == 'actor' else Critic)(model), setup).train()
+    batch, kept = models.batch_of(4, setup), []
+    for parameter in (p for p in real.parameters() if p.dtype is torch.bfloat16):  # the gradient of a master
+
+        def add(p):
+            kept.append(p.grad.float())
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add)
     with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
         with models.autocast(setup):
             out = real(batch) if kind == 'critic' else real(batch, with_entropy='detached')

@@ -301,10 +301,12 @@ def test_masters_learn_from_gradients_that_are_summed_in_fp32(with_16_bits, tmp_
     for parameter in slow.parameters():
         parameter.data = parameter.data.bfloat16()
     tensors = {n: nn.Parameter(t) for n, t in masters.items()}
-    plain = torch.optim.AdamW(tensors.values(), lr=1e-4, weight_decay=0.0)
+    plain, arrived = torch.optim.AdamW(tensors.values(), lr=1e-4, weight_decay=0.0), []
     with NaiveStrategy(precision='bf16', device='cpu') as strategy:
         optimizer = strategy.make_optimizer(policy.parameters(), lr=1e-4)
         actor, optimizer = strategy.prepare((policy, optimizer))
+        master = optimizer.param_groups[0]['params'][0]
+        master.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad.dtype))  # as a reduction over ranks
         for _ in range(2):
             for each in batches:
                 with strategy.accumulate(actor, last=each is batches[-1]):
@@ -325,6 +327,7 @@ def test_masters_learn_from_gradients_that_are_summed_in_fp32(with_16_bits, tmp_
             with torch.no_grad():
                 for name, parameter in slow.named_parameters():
                     parameter.copy_(tensors[name])
+        assert arrived == [torch.float32] * 6
         learned = dict(actor.named_parameters())
         assert all(torch.equal(learned[n], p) and p.dtype is torch.bfloat16 for n, p in slow.named_parameters())
         saved = strategy.full_state_dict(actor)
