@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PROMPTS, check_resume, fit, outcome, ppo
+from tiny_runs import check_resume, fit, outcome, ppo
 
 from chatgpt.batching import collate
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
@@ -25,9 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     'shared': {'critic_warmup_phases': 2, 'value_head': True},
     'shared lora': {'critic_warmup_phases': 2, 'value_head': True, 'lora_rank': 2},
     'shared hydra': {'critic_warmup_phases': 2, 'value_head': True, 'num_layers_unfrozen': 1},
-    'categorical': WARM | {'value_head': True, 'critic_epochs': None, 'critic_train_batch_size': None},
 }
-del KINDS['categorical']
 
 
 def state(trainer: Any, name: str = 'actor') -> dict[str, torch.Tensor]:
@@ -112,30 +110,26 @@ def test_an_adaptive_kl_coefficient_waits_too():
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('done', [1, 2])
-def test_a_resume_in_the_warm_up_continues_to_the_bit(tmp_path, kind, done):
+def test_a_resume_in_the_warm_up_continues_to_the_bit(tmp_path, kind):
     settings = KINDS[kind] | {'critic_warmup_phases': 3, 'lr_schedule': 'linear', 'warmup_steps': 2}
-    run = check_resume(lambda **more: ppo(**settings | more), tmp_path, done, lambda trainer: fit(trainer, 4))
+    run = check_resume(lambda **more: ppo(**settings | more), tmp_path, 2, lambda trainer: fit(trainer, 4))
     assert run.log.phases[3]['ppo/num_updates'] > 0
 
 
 def resumed(strategy: Any, folder: Any, kind: str) -> dict[str, Any]:
-    """Runs four phases, and again from the checkpoint of the second one; returns the outcome of the first."""
-    settings = KINDS[kind] | {'critic_warmup_phases': 3}
-    if not strategy.abilities.unused and 'shared' in kind:
-        return {}
-    whole = fit(ppo(strategy, run_dir=folder, callbacks=[SaveCheckpoint(interval=1, keep_last=9)], **settings), 3)
-    waited = strategy.full_state_dict(whole.actor)
+    """Runs three phases, two of them the warm-up, and again from a checkpoint after the first; returns the outcome."""
+    whole, rest = ppo(strategy, **KINDS[kind]), ppo(strategy, **KINDS[kind])
+    before = state(whole)
+    fit(whole, 1).save_checkpoint(folder)
     fit(whole, 1)
-    rest = ppo(strategy, **settings)
-    assert rest.load_checkpoint(folder / 'checkpoints' / 'step-00000002')
+    assert all('value_head' in name for name in differing(before, state(whole)))
+    fit(whole, 1)
+    assert rest.load_checkpoint(folder)
     fit(rest, 3)
-    assert rest.log.phases == whole.log.phases[2:3]
-    fit(rest, 1)
-    assert rest.log.phases == whole.log.phases[2:]
+    assert rest.log.phases == whole.log.phases[1:]
     for name in whole.models():
         assert not differing(state(whole, name), state(rest, name)), name
-    return outcome(strategy, whole) | {'waited': waited}
+    return outcome(strategy, whole)
 
 
 def on_ranks(cls: Any, folder: Any, kind: str, numerics: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +138,7 @@ def on_ranks(cls: Any, folder: Any, kind: str, numerics: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize('cls', [DDPStrategy, FSDPStrategy])
-@pytest.mark.parametrize('kind', ['separate', 'lora', 'shared', 'shared hydra'])
+@pytest.mark.parametrize('kind', ['separate', 'shared', 'shared hydra'])
 def test_two_ranks_warm_up_as_one_does_and_resume(cls, kind, tmp_path):
     with NaiveStrategy(seed=3, device='cpu') as strategy:
         want = resumed(strategy, tmp_path / 'one', kind)
@@ -152,23 +146,19 @@ def test_two_ranks_warm_up_as_one_does_and_resume(cls, kind, tmp_path):
     assert got['samples'] == want['samples']
     for a, b in zip(got['metrics'], want['metrics'], strict=True):
         assert a == {name: pytest.approx(value, rel=1e-3, abs=1e-4) for name, value in b.items()}
-    for name, tensor in want['waited'].items():
-        if 'value_head' not in name:
-            assert torch.equal(got['waited'][name], tensor), name
     for model, tensors in want['weights'].items():
         for name, tensor in tensors.items():
             assert float((tensor - got['weights'][model][name]).abs().max()) < 2e-3, name
 
 
-@pytest.mark.parametrize('kind', ['separate', 'shared'])
-def test_an_exact_run_has_the_same_bits_on_two_ranks(kind, tmp_path):
+@pytest.mark.parametrize(('cls', 'kind'), [(DDPStrategy, 'separate'), (FSDPStrategy, 'shared')])
+def test_an_exact_run_has_the_same_bits_on_two_ranks(cls, kind, tmp_path):
     numerics = {'reproducible': 'exact', 'precision': 'fp32'}
     with NaiveStrategy(seed=3, device='cpu', **numerics) as strategy:
         want = resumed(strategy, tmp_path / 'one', kind)
-    for cls in (DDPStrategy, FSDPStrategy):
-        got, _ = run_distributed(on_ranks, 2, cls, tmp_path / cls.__name__, kind, numerics)
-        assert got['metrics'] == want['metrics']
-        assert all(not differing(want['weights'][model], got['weights'][model]) for model in want['weights'])
+    got, _ = run_distributed(on_ranks, 2, cls, tmp_path / 'two', kind, numerics)
+    assert got['metrics'] == want['metrics']
+    assert all(not differing(want['weights'][model], got['weights'][model]) for model in want['weights'])
 
 
 def test_rollouts_survive_a_checkpoint_to_the_bit():
@@ -230,8 +220,7 @@ def test_what_a_value_head_on_the_actor_has_not():
     for name in ('critic_epochs', 'critic_train_batch_size'):
         with pytest.raises(ValueError, match=f'{name}=2 is of a critic with an optimizer of its own'):
             ppo(value_head=True, **{name: 2})
-    with pytest.raises(ValueError, match="critic_loss='categorical' does not fit the critic, which has a head with one"):
+    with pytest.raises(
+        ValueError, match="critic_loss='categorical' does not fit the critic, which has a head with one"
+    ):
         ppo(critic_loss='categorical')
-
-
-assert PROMPTS
