@@ -310,7 +310,9 @@ def test_a_critic_of_another_size_a_head_of_bins_and_passes_apart():
     plan = make_plan(setup)
     assert plan.phases['learn'].device['critic weights'] == 4 * (trunk + 6 * (16 + 1))
     assert make_plan(replace(setup, critic_support={})).phases['learn'].device['critic weights'] == 4 * trunk
-    together, apart = (make_plan(replace(setup, critic_apart=is_apart)).phases['learn'].device for is_apart in (0, 1))
+    together, apart = (
+        make_plan(replace(setup, critic_apart=is_apart)).phases['learn'].device for is_apart in (False, True)
+    )
     assert {'actor gradients', 'critic gradients'} <= together.keys()
     assert 'actor gradients' in apart and 'critic gradients' not in apart
     many = make_plan(replace(setup, critic_config=None, critic_apart=True, critic_train_batch_size=64))
