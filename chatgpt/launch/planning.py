@@ -64,6 +64,7 @@ def setup_of(inputs: Inputs) -> Setup:
     return Setup.of(
         run,
         reward_config=reward,
+        critic_config=inputs.critic_config,
         critic=run.critic if run.estimator.needs_values else 'none',
         own_reference=not run.reference_in_actor,
         rollouts_elsewhere=run.rollout_workers > 0,

@@ -26,7 +26,7 @@ def memory(text: str) -> int:
 
 NO_FLAGS = (
     *('config', 'strategy_options', 'on_cuda', 'kl', 'own_reference', 'update_timesteps', 'num_phases', 'keep'),
-    *('max_rows', 'process', 'margin', 'fused'),
+    *('max_rows', 'process', 'margin', 'fused', 'critic_support', 'critic_apart', 'critic_train_batch_size'),
 )
 """fields of `Setup` without a flag, or with another one"""
 
@@ -39,7 +39,8 @@ def parser() -> Parser:
     out.add_argument('--no_kl', action='store_true', help='no reference')
     parts = 'processes that hold each layer together, with strategy fsdp (default: 1)'
     out.add_argument('--tensor_parallel', type=int, default=1, metavar='N', help=parts)
-    readers: dict[str, Any] = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag, 'reward_config': str}
+    readers: dict[str, Any] = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag}
+    readers |= {'critic_config': str, 'reward_config': str}
     add_settings(out, Setup, skip=NO_FLAGS, read=readers)
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out

@@ -73,10 +73,11 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
             unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
             if unfrozen is not None and layers is not None:
                 unfrozen = min(unfrozen, layers)
-            head = True if setup.critic == 'shared' and setup.task == 'ppo' else None
+            shares = setup.critic == 'shared' and setup.task == 'ppo'
+            head = (_bins_head(config, setup) or True) if shares else None
             return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
         if kind == 'critic':
-            return Critic(model, lora_rank=setup.lora_rank)
+            return Critic(model, _bins_head(config, setup), setup.lora_rank)
         if kind == 'reward':
             if setup.task != 'reward_model':
                 return RewardModel(model).requires_grad_(False)
@@ -91,7 +92,17 @@ def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
     trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
     if kind in ('actor', 'initial'):
         return trunk.actor(setup.lora_rank)
-    return trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
+    if kind == 'critic':
+        return trunk.critic(setup.lora_rank, value_head=_bins_head(model.config, setup))
+    return trunk.reward_model(setup.lora_rank)
+
+
+def _bins_head(config: Any, setup: Setup) -> Any:
+    """Returns a head of the critic's bins; None if the critic has one output."""
+    from chatgpt.nn import CategoricalHead
+    from chatgpt.nn.trunk import width_of
+
+    return CategoricalHead(width_of(config), **setup.critic_support) if setup.critic_support else None  # type: ignore[arg-type]
 
 
 def kept_in_16_bits(model: Any) -> list[nn.Parameter]:

@@ -136,7 +136,8 @@ def _plan(setup: Setup) -> Plan:
     actor = models.measure(models.build('actor', config, setup))
     trained = {'actor': (actor, config)}
     if setup.critic == 'own':
-        trained['critic'] = (models.measure(models.build('critic', config, setup)), config)
+        of_critic = read_config(setup.critic_config) or config
+        trained['critic'] = (models.measure(models.build('critic', of_critic, setup)), of_critic)
     frozen = {}
     if setup.has_initial_model:
         frozen['initial model'] = (models.measure(models.build('initial', config, setup)), config)
@@ -173,7 +174,7 @@ def _plan(setup: Setup) -> Plan:
         if setup.rollouts_elsewhere
         else static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
-        'learn': learning + _learn(setup, trained),
+        'learn': learning + _learn_apart(setup, trained),
     }
     return Plan(setup, _with_kept(setup, phases))
 
@@ -224,7 +225,7 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         'load': load,
         'collect': static + _collect(setup, config, roles['actor'], [p for p in base if p.block is None]),
         'score': static + _score(setup, trained, frozen),
-        'learn': static + _learn(setup, trained),
+        'learn': static + _learn_apart(setup, trained),
     }
     return Plan(setup, _with_kept(setup, phases))
 
@@ -317,6 +318,16 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
         memory.add('activations', activations)
         memory.add('gathered weights', whole)
     return memory
+
+
+def _learn_apart(setup: Setup, trained: dict[str, Any]) -> Memory:
+    """Returns the memory of learning, where a critic learns apart the larger of the actor's and the critic's."""
+    if not setup.critic_apart or 'critic' not in trained:
+        return _learn(setup, trained)
+    actor = {name: part for name, part in trained.items() if name != 'critic'}
+    of_critic = replace(setup, train_batch_size=setup.critic_train_batch_size or setup.train_batch_size)
+    found = [_learn(setup, actor), _learn(of_critic, {'critic': trained['critic']})]
+    return max(found, key=lambda memory: sum(memory.device.values()))
 
 
 def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:

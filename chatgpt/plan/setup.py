@@ -47,11 +47,11 @@ class Setup(Layout):
     With task 'sft', 'reward_model' or 'critic' one model learns and nothing is collected; the fields of PPO's other
     models and of collecting have no effect. A train batch of a reward model holds pairs, two sequences each.
 
-    `config` and `reward_config` are transformers configs, config.json files, folders or hub names.
+    `config`, `critic_config` and `reward_config` are transformers configs, config.json files, folders or hub names.
     """
 
     config: Any
-    """config.json of the policy, its folder, or a hub name; the critic has the same architecture"""
+    """config.json of the policy, its folder, or a hub name"""
     precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
     """dtype of the computation; auto: bf16 on a GPU, fp32 on a CPU, as in a run"""
     task: Task = 'ppo'
@@ -68,6 +68,14 @@ class Setup(Layout):
     """memory of one machine, in the same units; none: not checked"""
     critic: Literal['own', 'shared', 'none'] = 'own'
     """own: a separate model; shared: a head on the actor's trunk; none: no critic"""
+    critic_config: Any = None
+    """config of a separate critic; none: that of the policy"""
+    critic_support: Mapping[str, float] = field(default_factory=dict)
+    """bins of the critic's head (`CategoricalHead.support`); {}: one output"""
+    critic_apart: bool = False
+    """True if a separate critic learns in passes of its own, after the actor's"""
+    critic_train_batch_size: int | None = None
+    """sequences of one optimizer step of such a critic; none: train_batch_size"""
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: all weights are trained"""
     shared_trunk: bool = False
@@ -124,7 +132,7 @@ class Setup(Layout):
         return cls(**{name: getattr(settings, name) for name in names}, **others)
 
     def __post_init__(self) -> None:
-        for config in (self.config, self.reward_config):
+        for config in (self.config, self.critic_config, self.reward_config):
             check_planned(config)
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):

@@ -399,9 +399,15 @@ class Trainer:
         self.is_resuming = False
         self.total_updates = self.fit_updates + count
 
-    def set_learning_rates(self) -> dict[str, float]:
-        """Applies the schedules for the next optimizer step; returns the learning rate of each model."""
-        return {name: s.set(self.num_updates, self.total_updates) for name, s in self._schedules.items()}
+    def set_learning_rates(self, names: SequenceOf[str] | None = None) -> dict[str, float]:
+        """Applies the schedules for the next optimizer step; returns the learning rate of each model, or of those that
+        are named."""
+        chosen = self._schedules if names is None else {name: self._schedules[name] for name in names}
+        return {name: s.set(self.num_updates, self.total_updates) for name, s in chosen.items()}
+
+    def count_update(self, stepped: bool) -> None:
+        """Counts a train batch; `stepped` says whether the optimizers have stepped."""
+        self.num_updates += stepped
 
     def take_learning_rates(self) -> None:
         """Makes the present learning rates of the optimizers the base of the schedules."""

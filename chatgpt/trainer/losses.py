@@ -32,6 +32,9 @@ from chatgpt.types import Batch, Experience, Sequence
 COLUMNS = ('old_logprobs', 'logprobs', 'ref_logprobs', 'advantages', 'values', 'returns')
 """fields of `Experience` that the losses read, each (N,); `index`, (B,), is added for callbacks"""
 
+VALUE_COLUMNS = ('values', 'returns')
+"""those that the value loss reads"""
+
 
 def experience_totals(
     records: SequenceOf[Experience], config: PPOConfig, max_new_tokens: int | None
@@ -43,10 +46,20 @@ def experience_totals(
     return {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
 
 
-def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
-    """Returns a `Batch` with the columns of the losses, 0 at tokens that do not count: a value there that is not finite
-    would reach the gradient through a product with 0."""
-    columns = token_columns(records, COLUMNS)
+def collate_experience(
+    records: SequenceOf[Any],
+    totals: dict[str, float],
+    *,
+    packing: bool = True,
+    names: tuple[str, ...] = COLUMNS,
+) -> Batch:
+    """Returns a `Batch` of experience with the columns of the losses, 0 at tokens that do not count: a value there that
+    is not finite would reach the gradient through a product with 0.
+
+    Args:
+        records: `Experience`, or with `names=VALUE_COLUMNS` also `ValueTarget` records.
+    """
+    columns = token_columns(records, names)
     if records:
         mask = torch.cat([r.response_mask for r in records])
         columns = {name: torch.where(mask, column, 0.0) for name, column in columns.items()}
@@ -170,6 +183,17 @@ class SharedLoss:
         policy, policy_metrics = self.actor.of(out.logprobs, out.entropy, batch)
         value, value_metrics = self.value.of(out.values, batch, out.value_logits)
         return policy + self.actor.config.value_coef * value, {**policy_metrics, **value_metrics}
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The value loss of an actor's value head alone: without gradients of the trunk."""
+
+    value: ValueLoss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        out = model(batch, values_only=True)
+        return self.value.of(out.values, batch, out.value_logits)
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,9 @@ def bias_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
 
 def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Returns the deviation of the first train batch after a rollout from ratio 1 and KL 0, its values before any
-    step."""
+    step; {} if the actor does not learn from it."""
+    if 'ratio_max' not in metrics:
+        return {}
     error = max(metrics['ratio_max'] - 1.0, 1.0 - metrics['ratio_min'])
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
 
@@ -303,18 +305,18 @@ def rank_metrics(strategy: Communicator, seconds: float) -> dict[str, float]:
 
 
 def performance_metrics(
-    experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int
+    experiences: SequenceOf[Experience], seconds: dict[str, float], num_learned: int
 ) -> dict[str, float]:
-    """Returns `perf/...`: the given seconds of each part, and tokens per second, all ranks together."""
+    """Returns `perf/...`: the given seconds of each part, and tokens per second, all ranks together. num_learned:
+    tokens learned from."""
     new_tokens = sum(int(sampled_mask(e).sum()) for e in experiences)
-    tokens = sum(e.num_tokens for e in experiences)
     episodes = [e.episode for e in experiences if e.episode is not None]
     metrics = seconds | {'perf/new_tokens_per_s': new_tokens / max(seconds['perf/total_s'], 1e-9)}
     if episodes:
         num_turns = sum(len(episode.turns) for episode in episodes)
         metrics['perf/environment_step_s'] = sum(episode.step_s for episode in episodes) / max(num_turns, 1)
     if metrics.get('perf/learn_s'):
-        metrics['perf/learn_tokens_per_s'] = tokens * max_epochs / metrics['perf/learn_s']
+        metrics['perf/learn_tokens_per_s'] = num_learned / metrics['perf/learn_s']
     return metrics
 
 

@@ -30,13 +30,17 @@ from chatgpt.nn.actor import PolicyOutput
 from chatgpt.rollout import RolloutEngine
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
+from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.builder import Models, Reward, build
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.critic import CriticCourse
 from chatgpt.trainer.experience.scorers import check_columns, described, rescored_metrics
 from chatgpt.trainer.losses import (
+    VALUE_COLUMNS,
     ActorLoss,
+    HeadLoss,
     PtxLoss,
     SharedLoss,
     ValueLoss,
@@ -52,8 +56,8 @@ from chatgpt.trainer.metrics import (
     rank_metrics,
 )
 from chatgpt.trainer.schedule import FitPlan, generator_for, train_batches
-from chatgpt.trainer.selection import ReplayBuffer, Selection, mask_failed
-from chatgpt.trainer.step import Learner, Work, learn_batch
+from chatgpt.trainer.selection import ReplayBuffer, Selection, compared, mask_failed
+from chatgpt.trainer.step import Learner, Passes, Work, learn_batch
 from chatgpt.trainer.stepwise import Stepwise
 from chatgpt.types import Batch, Experience, Sample, Sequence
 
@@ -138,6 +142,9 @@ class PPOTrainer(Stepwise):
         )
         if run_dir is not None and not any(isinstance(c, RolloutRecorder) for c in callbacks):
             callbacks = [RolloutRecorder(), *callbacks]
+        self.course = CriticCourse(config)
+        if config.critic_apart:
+            callbacks = [self.course, *callbacks]
         models, optimizers = parts.models, parts.optimizers
         super().__init__(
             strategy, config, models, optimizers, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
@@ -211,11 +218,13 @@ class PPOTrainer(Stepwise):
         """
         plan = FitPlan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
         self.set_prompts(prompts)
-        for warning in plan.warnings(self.config):
-            self.warn(warning)
         self.collector.set_plan(plan, resume=self.is_resuming)
-        self.expect_updates(plan.num_updates(self.config))
         num_phases = self.phase + len(self.collector.phases())
+        first_phase = num_phases - len(plan.ends)
+        for warning in plan.warnings(self.config, first_phase):
+            self.warn(warning)
+        self.course.expect(self.collector.plan, first_phase, resumes=self.is_resuming)
+        self.expect_updates(self.collector.plan.num_updates(self.config, first_phase))
         with self.collector.environments(), self.running(num_phases):
             while self.collector.phases() and not self.stop_agreed() and self.collect():
                 self.learn()
@@ -284,10 +293,14 @@ class PPOTrainer(Stepwise):
 
     def make(self, samples: list[Sample], **given: Any) -> list[Experience]:
         """Returns the experience of all ranks; see `ExperienceMaker.make`. The rewards include the KL unless the loss
-        does."""
-        kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+        does. In the critic's warm-up the returns have λ = 1, so that no value of a new critic is in them."""
+        c = self.config
+        kl_coef = self.kl_controller.value if c.kl_in == 'reward' else 0.0
         with self.clock.measure('score'):
-            return self.maker.make(samples, kl_coef=kl_coef, **given)
+            experiences = self.maker.make(samples, kl_coef=kl_coef, **given)
+            if self.actor_waits:
+                estimate_advantages(compared(experiences), c.estimator, replace(c, value_lam=1.0))
+        return experiences
 
     # ------------------------------------------------------------------ learn
 
@@ -295,69 +308,136 @@ class PPOTrainer(Stepwise):
         """Runs `max_epochs` passes over the buffer and empties it; adapts the KL coefficient, logs. Returns the phase's
         metrics."""
         self.check_ranks('before learning')
-        c, experiences, phase = self.config, list(self.buffer), PhaseMetrics()
-        skipped, stopped = 0, False
+        experiences, phase, counts = list(self.buffer), PhaseMetrics(), {'skipped_batches': 0, 'early_stopped': 0}
         with self.clock.measure('learn'):
-            items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
-            learners = self.learners()
-            for epoch in range(c.max_epochs):
-                self.callbacks.on_learn_epoch_start(self, epoch)
-                for number, records in enumerate(self._train_batches(items, epoch)):
-                    if not any(bool(r.response_mask.any()) for r in records):
-                        skipped += 1  # everything was filtered; a step would only decay the weights
-                        continue
-                    self.callbacks.on_learn_batch_start(self)
-                    rates, guard = self.set_learning_rates(), RatioGuard(c)
-                    result = learn_batch(
-                        self.strategy,
-                        self.work(records, learners),
-                        max_tokens=c.max_tokens_per_batch,
-                        max_grad_norm=c.max_grad_norm,
-                        veto=guard,
-                        where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
-                        pin_memory=c.dataloader_pin_memory,
-                        steps=self.steps,
-                    )
-                    phase.add_batch(result.metrics, rates)
-                    self.num_updates += result.stepped
-                    skipped += not result.stepped
-                    self.callbacks.on_learn_batch_end(self, result.metrics)
-                    if stopped := guard.early_stop:
-                        break
-                self.callbacks.on_learn_epoch_end(self, epoch)
-                if stopped:
-                    break
-        learned = {'skipped_batches': float(skipped), 'early_stopped': float(stopped), 'num_updates': self.num_updates}
-        return self._end(experiences, phase.result('ppo') | {f'ppo/{k}': float(v) for k, v in learned.items()})
+            all_passes = self.passes(experiences)
+            for passes in all_passes:
+                self._run(passes, phase, counts)
+        learned = phase.result('ppo') | {f'ppo/{name}': float(count) for name, count in counts.items()}
+        return self._end(experiences, learned, sum(passes.num_tokens for passes in all_passes))
 
-    def _end(self, experiences: list[Experience], learned: dict[str, float]) -> dict[str, float]:
-        """Ends a learning phase; returns its metrics."""
+    def _run(self, passes: Passes, phase: PhaseMetrics, counts: dict[str, int]) -> None:
+        """Runs some passes of a phase; adds to its metrics, and to its counts of skipped train batches and of passes
+        that `target_kl` ended early."""
+        c = self.config
+        for epoch in range(passes.epochs):
+            self.callbacks.on_learn_epoch_start(self, epoch)
+            for number, records in enumerate(self._train_batches(passes, epoch)):
+                if not any(bool(r.response_mask.any()) for r in records):
+                    counts['skipped_batches'] += 1  # everything was filtered; a step would only decay the weights
+                    continue
+                self.callbacks.on_learn_batch_start(self)
+                rates, guard = passes.set_rates(), RatioGuard(c)
+                result = learn_batch(
+                    self.strategy,
+                    passes.work(records),
+                    max_tokens=c.max_tokens_per_batch,
+                    max_grad_norm=c.max_grad_norm,
+                    veto=guard if passes.guarded else None,
+                    where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
+                    pin_memory=c.dataloader_pin_memory,
+                    steps=self.steps,
+                )
+                phase.add_batch(result.metrics, rates)
+                passes.count(result.stepped)
+                counts['skipped_batches'] += not result.stepped
+                self.callbacks.on_learn_batch_end(self, result.metrics)
+                if guard.early_stop:
+                    counts['early_stopped'] = 1
+                    break
+            self.callbacks.on_learn_epoch_end(self, epoch)
+            if counts['early_stopped'] and passes.guarded:
+                break
+
+    def _end(self, experiences: list[Experience], learned: dict[str, float], num_learned: int) -> dict[str, float]:
+        """Ends a learning phase, with `num_learned` tokens of all passes; returns its metrics."""
         metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
         if self.maker.settings.recompute_logprobs:
             metrics |= mismatch_metrics(experiences)
-        self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
+        if not self.actor_waits:
+            self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
+        metrics |= self._kept_metrics | learned | {'ppo/num_updates': float(self.num_updates)}
+        metrics |= self.course.metrics(self.phase)
+        self.course.keep(experiences, self.phase + 1)
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
-        metrics |= self._kept_metrics | learned
-        metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
+        metrics |= performance_metrics(experiences, self.clock.metrics(), num_learned)
         metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
         return metrics
 
-    def _train_batches(self, items: list[Experience], epoch: int) -> Iterable[list[Experience]]:
-        c, key = self.config, (self.strategy.seed, self.phase, epoch)
-        batches = train_batches(len(items), c.train_batch_size, key=key)
-        return ([items[i] for i in at] for at in islice(batches, 1 if c.sample_replay_buffer else None))
+    def _train_batches(self, passes: Passes, epoch: int) -> Iterable[list[Any]]:
+        items, key = passes.records, (self.strategy.seed, self.phase, epoch)
+        batches = train_batches(len(items), passes.batch_size, key=key)
+        return ([items[i] for i in at] for at in islice(batches, 1 if self.config.sample_replay_buffer else None))
+
+    @property
+    def actor_waits(self) -> bool:
+        """True in the critic's warm-up."""
+        return self.phase < self.config.critic_warmup_phases
+
+    def passes(self, experiences: list[Experience]) -> list[Passes]:
+        """Returns the passes of this phase: of all models together, or of the actor and then of a critic that learns
+        apart; in the critic's warm-up of the critic alone, or of the actor's value head."""
+        learners = self.learners()
+        if self.actor_waits:
+            return [self._critic_passes(learners[-1], experiences)]
+        if self.config.critic_apart and not self.shares_trunk:
+            actor, critic = learners
+            return [self._passes([actor], experiences), self._critic_passes(critic, experiences)]
+        return [self._passes(learners, experiences)]
+
+    def _passes(self, learners: list[Learner], experiences: list[Experience]) -> Passes:
+        """Returns the passes of the actor, and of models that learn from its train batches."""
+        c, names = self.config, [learner.name for learner in learners]
+        return Passes(
+            c.estimator.whiten(experiences) if c.whitens_advantages else experiences,
+            c.max_epochs,
+            c.train_batch_size,
+            partial(self.work, learners=learners),
+            partial(self.set_learning_rates, names),
+            self.count_update,
+        )
+
+    def _critic_passes(self, critic: Learner, experiences: list[Experience]) -> Passes:
+        c, course = self.config, self.course
+
+        def work(records: list[Any]) -> list[Work]:
+            totals = sequence_totals(records)
+            make_batch = partial(collate_experience, totals=totals, packing=c.packing, names=VALUE_COLUMNS)
+            return [Work(records, [critic], make_batch)]
+
+        return Passes(
+            course.targets(experiences),
+            c.critic_epochs or c.max_epochs,
+            c.critic_train_batch_size or c.train_batch_size,
+            work,
+            lambda: {'critic': self._critic_rate()},
+            course.count,
+            guarded=False,
+        )
+
+    def _critic_rate(self) -> float:
+        """Sets the learning rate of the critic's next step. The value head alone takes the actor's, unscheduled."""
+        if self.shares_trunk:
+            return self._schedules['actor'].set_base()
+        return self._schedules['critic'].set(self.course.num_updates, self.course.total_updates)
 
     def learners(self) -> list[Learner]:
         """Returns the models that learn from the experience of this phase, with their losses."""
         config = replace(self.config, tis_cap=self.tis_cap)
         actor = ActorLoss(config, self.policy_output, self.kl_controller.value)
+        """Returns the models that learn from the experience of this phase, with their losses. In the critic's warm-up
+        values are not clipped to those of collecting, which would bound the way of rollouts that are kept."""
+        actor = ActorLoss(self.config, self.policy_output, self.kl_controller.value)
+        value = ValueLoss(self.config, clips=not self.actor_waits)
+        if self.shares_trunk and self.actor_waits:
+            return [Learner('critic', self.actor, self.actor_optim, HeadLoss(value))]
         if self.shares_trunk:
-            return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, ValueLoss(self.config)))]
+            return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, value))]
         learners = [Learner('actor', self.actor, self.actor_optim, actor)]
         if self.critic is not None and self.critic_optim is not None:
-            learners.append(Learner('critic', self.critic, self.critic_optim, ValueLoss(self.config)))
+            learners.append(Learner('critic', self.critic, self.critic_optim, value))
         return learners
 
     def policy_output(self, model: nn.Module, batch: Batch) -> PolicyOutput:

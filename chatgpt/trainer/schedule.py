@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,17 +108,29 @@ class FitPlan:
         number, at = divmod(timestep - self.start, self.per_episode)
         return number, at == 0, at == self.per_episode - 1
 
-    def num_updates(self, c: PPOConfig) -> int:
-        """Returns the optimizer steps of all phases."""
-        return c.max_epochs * sum(
-            1 if c.sample_replay_buffer else -(-count // c.train_batch_size) for count in self._held(c)
+    def num_updates(self, c: PPOConfig, first_phase: int = 0) -> int:
+        """Returns the actor's optimizer steps of all phases. first_phase: number of learning phases before them."""
+        return c.max_epochs * _num_batches(c, self._held(c)[_waiting(c, first_phase) :], c.train_batch_size)
+
+    def num_critic_updates(self, c: PPOConfig, first_phase: int = 0) -> int:
+        """Returns the optimizer steps of a critic with passes of its own, which in the warm-up are over all rollouts so
+        far."""
+        held, waiting = self._held(c), _waiting(c, first_phase)
+        counts = [*accumulate(held[:waiting]), *held[waiting:]]
+        return (c.critic_epochs or c.max_epochs) * _num_batches(
+            c, counts, c.critic_train_batch_size or c.train_batch_size
         )
 
-    def warnings(self, c: PPOConfig) -> Iterator[str | None]:
+    def warnings(self, c: PPOConfig, first_phase: int = 0) -> Iterator[str | None]:
         if self.per_phase > self.total:
             yield (
                 f'update_timesteps={self.per_phase} is more than the {self.total} timesteps of this run '
                 '(num_episodes x max_timesteps): there is one learning phase, at the end'
+            )
+        if self.ends and _waiting(c, first_phase) >= len(self.ends):
+            yield (
+                f'critic_warmup_phases={c.critic_warmup_phases} takes all {len(self.ends)} learning phases of this '
+                'run: the actor does not learn'
             )
         if not c.sample_replay_buffer:
             yield uneven_steps(self._held(c)[0], 'samples of a learning phase', c.train_batch_size)
@@ -126,6 +139,16 @@ class FitPlan:
         """Returns the number of sequences of each phase."""
         counts = [n * c.experience_batch_size * c.num_samples_per_prompt for n in self.phases(self.start)]
         return [min(count, c.buffer_limit or count) for count in counts]
+
+
+def _waiting(c: PPOConfig, first_phase: int) -> int:
+    """Returns the number of phases from `first_phase` on in which the actor waits."""
+    return max(c.critic_warmup_phases - first_phase, 0)
+
+
+def _num_batches(c: PPOConfig, counts: SequenceOf[int], batch_size: int) -> int:
+    """Returns the train batches of one pass of each phase, with these numbers of sequences."""
+    return len(counts) if c.sample_replay_buffer else sum(-(-count // batch_size) for count in counts)
 
 
 def lr_factor(
@@ -200,6 +223,12 @@ class LearningRate:
     def take_base(self) -> None:
         """Makes the current rates of the groups their base."""
         self.base = [group['lr'] for group in self.optimizer.param_groups]
+
+    def set_base(self) -> float:
+        """Applies the base rates, without the schedule; returns the first group's learning rate."""
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group['lr'] = base
+        return float(self.base[0])
 
     def set(self, step: int, total_steps: int | None) -> float:
         """Applies the schedule to this step; returns the first group's learning rate."""

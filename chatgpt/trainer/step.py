@@ -64,6 +64,30 @@ class Work:
 
 
 @dataclass
+class Passes:
+    """Passes over a list of records in train batches, by some of the models of a trainer."""
+
+    records: SequenceOf[Any]
+    """the same list on every rank"""
+    epochs: int
+    batch_size: int
+    """sequences of a train batch, over all ranks"""
+    work: Callable[[list[Any]], list[Work]]
+    """returns the work of a train batch"""
+    set_rates: Callable[[], dict[str, float]]
+    """sets the learning rates of the next optimizer step, and returns them by the name of the model"""
+    count: Callable[[bool], None]
+    """counts a train batch; its argument says whether the optimizers have stepped"""
+    guarded: bool = True
+    """a `RatioGuard` may refuse train batches"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens learned from."""
+        return self.epochs * sum(r.num_tokens for r in self.records)
+
+
+@dataclass
 class Steps:
     """Counts optimizer steps, to tell after an exception whether the weights are consistent."""
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import OPTConfig
+from transformers import GPT2Model, OPTConfig
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
@@ -21,6 +21,7 @@ from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import strategies as s
 
 CONFIG = tiny_config('gpt2', positions=64, layers=3)
+CPU = {'on_cuda': False, 'max_prompt_tokens': 8, 'max_new_tokens': 8}
 LAYOUTS = {
     'naive': ('NaiveStrategy', 1),
     'ddp': ('DDPStrategy', 2),
@@ -328,3 +329,24 @@ def test_the_command(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]  # nothing was written
     path.write_text('{}')
     assert main([str(path)]) == 2 and 'not the config.json' in capsys.readouterr().err
+
+
+def test_a_critic_of_another_size_a_head_of_bins_and_passes_apart():
+    """Bytes of weights by hand: four per parameter of the built critic. Apart, learning holds one model's gradients."""
+    small = tiny_config('gpt2', positions=64, layers=1, hidden=16)
+    setup = Setup(config=CONFIG, critic_config=small, critic_support={'bins': 7, 'low': 0.0, 'high': 1.0}, **CPU)
+    with torch.device('meta'):
+        trunk = sum(p.numel() for p in Critic(GPT2Model(small)).parameters())
+    plan = make_plan(setup)
+    assert plan.phases['learn'].device['critic weights'] == 4 * (trunk + 6 * (16 + 1))
+    assert make_plan(replace(setup, critic_support={})).phases['learn'].device['critic weights'] == 4 * trunk
+    together, apart = (
+        make_plan(replace(setup, critic_apart=is_apart)).phases['learn'].device for is_apart in (False, True)
+    )
+    assert {'actor gradients', 'critic gradients'} <= together.keys()
+    assert 'actor gradients' in apart and 'critic gradients' not in apart
+    many = make_plan(replace(setup, critic_config=None, critic_apart=True, critic_train_batch_size=64))
+    assert 'critic gradients' in many.phases['learn'].device
+    assert make_plan(replace(setup, critic='shared')).phases['learn'].device['actor weights'] == (
+        make_plan(replace(setup, critic='none')).phases['learn'].device['actor weights'] + 4 * 7 * (32 + 1)
+    )
