@@ -83,7 +83,9 @@ class _Group:
 
 def _groups(model: nn.Module) -> list[_Group]:
     """Returns the groups of all adapters that are beside their weights. Each is kept by its first layer."""
-    found = []
+    found: list[_Group] = []
+    if any(getattr(module, 'is_streamed', False) for module in model.modules()):  # weights are not kept in memory
+        return found
     for parent in model.modules():
         adapted = {
             name: child
