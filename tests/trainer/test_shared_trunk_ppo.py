@@ -121,13 +121,14 @@ def on_ranks_with_parts(folder):
 
 
 def test_two_ranks(tmp_path):
-    alone = run(roles(quantize='nf4')).log.phases
+    trainer = run(roles(quantize='nf4'))
+    alone = trainer.log.phases
     for phases in run_distributed(on_ranks, 2):
         close(phases, alone, rel=1e-3, abs=1e-4)
     for phases, whole, parts in run_distributed(on_ranks_with_parts, 2, tmp_path):
         close(phases, alone, rel=1e-3, abs=1e-4)
         assert len(whole) == 14 and all(sorted(p.values()) == sorted(n // 2 for n in whole.values()) for p in parts)
-    saved, trainer = load_file(tmp_path / 'model.safetensors'), run(roles(quantize='nf4'))
+    saved = load_file(tmp_path / 'model.safetensors')
     trainer.save_pretrained(tmp_path / 'alone')
     for name, weight in load_file(tmp_path / 'alone' / 'model.safetensors').items():
         torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=1e-4)
