@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class NF4Linear(nn.Module):
     scale_mean: Tensor
     """() fp32"""
     bias: Tensor | None
+    gather: Callable[[Tensor], Tensor] | None = None
+    """returns the whole of `packed` where this process holds a part of it (`DDPStrategy(shard_trunk=True)`)"""
 
     def __init__(
         self,
@@ -107,18 +109,38 @@ class NF4Linear(nn.Module):
 
     def dense(self) -> Tensor:
         """Returns the dequantized weight, in the layout of the original layer."""
-        weight: Tensor = _bnb().functional.dequantize_4bit(self.packed, self._state())
-        return weight.T.contiguous() if self.is_transposed else weight
+        return self._rows().T.contiguous() if self.is_transposed else self._rows()
+
+    def _rows(self) -> Tensor:
+        packed = self.packed if self.gather is None else self.gather(self.packed)
+        weight: Tensor = _bnb().functional.dequantize_4bit(packed, self._state())
+        return weight
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.gather is not None:
+            product: Tensor = _GatheredProduct.apply(x, self)
+            return product if bias is None else product + bias
         y: Tensor = _bnb().matmul_4bit(x, self.packed, quant_state=self._state(), bias=bias)
         return y
 
     def extra_repr(self) -> str:
         return f'in_features={self.in_features}, out_features={self.out_features}, nf4'
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """x W^T, with W gathered and dequantized in forward and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: NF4Linear) -> Tensor:
+        ctx.layer = layer
+        return nn.functional.linear(x, layer._rows().to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer._rows().to(gradient.dtype), None
 
 
 def quantize_blocks(

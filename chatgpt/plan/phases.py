@@ -3,6 +3,7 @@ collecting."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -204,6 +205,8 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
     trained = {_NAMES.get(kind, kind): (roles[kind], config) for kind in kinds}
     frozen = {'reward model': (roles['reward'], config)} if with_reward and setup.task == 'ppo' else {}
     load, static = Memory() + trunk, Memory() + trunk
+    elsewhere = 0.5 * sum(p.numel for p in packed) * (1 - 1 / setup.ranks) if setup.memory_model.shards_trunk else 0.0
+    static.add('trunk', -elsewhere)  # it is loaded whole
     for name, (size, _) in trained.items():
         whole = _without(setup.memory_model.trained(name, size, setup), 'gradients')
         static += whole
@@ -218,12 +221,14 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         packing = NF4_PACKING + (4 + setup.itemsize if setup.itemsize < 4 else 0)
         dense, name = int(4 * block + packing * largest), 'one dense block'
     load.add(name, max(dense - (sum(load.device.values()) - sum(trunk.device.values())), 0))  # the roles are made later
-    static.add('one dense weight', (setup.itemsize + NF4_SCALES) * largest)  # during a product
+    gathered = 0.5 if elsewhere else 0.0
+    static.add('one dense weight', (setup.itemsize + NF4_SCALES + gathered) * largest)  # during a product
+    collecting = static + Memory({'gathered trunk': math.ceil(elsewhere)} if elsewhere else {})
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
     phases = {
         'load': load,
-        'collect': static + _collect(setup, config, roles['actor'], [p for p in base if p.block is None]),
+        'collect': collecting + _collect(setup, config, roles['actor'], [p for p in base if p.block is None]),
         'score': static + _score(setup, trained, frozen),
         'learn': static + _learn_apart(setup, trained),
     }

@@ -150,6 +150,9 @@ class MemoryModel:
     atoms: int = 0
     """atoms of an exact run; 0: the run is not exact"""
 
+    shards_trunk: bool = False
+    """True: each process holds a part of the 4-bit weights of a shared base"""
+
     whole: ClassVar[bool] = True
     """False: weights are stored or gathered in the compute dtype, and no rank has whole gradients in fp32"""
     streams: ClassVar[bool] = False

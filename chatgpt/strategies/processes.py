@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -297,9 +297,10 @@ class ProcessGroupStrategy(Strategy):
             )
 
     @torch.no_grad()
-    def broadcast_weights(self, model: nn.Module, bucket_bytes: int = 0) -> None:
-        """Broadcasts rank 0's weights and buffers, in buckets of `bucket_bytes` or one tensor at a time."""
-        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+    def broadcast_weights(self, model: nn.Module, bucket_bytes: int = 0, own: Container[int] = ()) -> None:
+        """Broadcasts rank 0's weights and buffers, in buckets of `bucket_bytes` or one tensor at a time, except those
+        with an id in `own`."""
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel() and id(t) not in own]
         for bucket in buckets(tensors, bucket_bytes):
             flat = torch.cat([t.reshape(-1).to(self.device) for t in bucket])
             with self.ranks.status.waiting():

@@ -181,6 +181,21 @@ def test_what_is_held_is_counted_by_hand(monkeypatch):
     assert learn['actor gradients'] == 4 * ADAPTERS and 'initial model' not in ''.join(learn)
 
 
+def test_parts_of_a_trunk_are_gathered_to_generate():
+    options = {'strategy': 'ddp', 'num_processes': 4, 'on_cuda': True}
+    whole, parts = (
+        make_plan(Setup(**SHARED, **options, strategy_options={'shard_trunk': sharded})).phases
+        for sharded in (False, True)
+    )
+    elsewhere = LAYERS * PER_BLOCK / 2 * 3 / 4
+    for phase in ('collect', 'score', 'learn'):
+        assert whole[phase].device['trunk'] - parts[phase].device['trunk'] == elsewhere
+        dense = [plan[phase].device['one dense weight'] for plan in (whole, parts)]
+        assert dense[1] - dense[0] == WIDTH * INNER / 2
+    assert parts['collect'].device['gathered trunk'] == elsewhere
+    assert parts['load'].device['trunk'] == whole['load'].device['trunk']
+
+
 def test_advice_for_a_shared_trunk_stays_on_it():
     setup = Setup(
         **COMMON | {'max_tokens_per_batch': None}, shared_trunk=True, on_cuda=True, precision='bf16', margin=0.0

@@ -148,7 +148,7 @@ def test_a_full_disk_is_reported_and_no_checkpoint_is_claimed(tmp_path, capsys, 
     def full(*args: Any, **kwargs: Any) -> None:
         raise CheckpointError('no space left on device')
 
-    monkeypatch.setattr(checkpointing, 'save_checkpoint', full)
+    monkeypatch.setattr(checkpointing, 'begin_checkpoint', full)
     broken(run_dir=tmp_path, reward=BreaksIn(2))
     text = 'nothing could be saved (CheckpointError: no space left on device); there is no checkpoint of this run\n'
     assert f'the run failed in phase 2; {text}' in capsys.readouterr().err

@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 from cuda_on_cpu import pretend_cuda
+from safetensors.torch import load_file
 from tiny_runs import assemble, close, trained
 
 from chatgpt.batching import collate
@@ -107,10 +108,30 @@ def on_ranks():
     return phases
 
 
-def test_two_ranks():
-    alone = run(roles(quantize='nf4')).log.phases
+def on_ranks_with_parts(folder):
+    with DDPStrategy(seed=1, device='cpu', shard_trunk=True) as strategy:
+        made = roles(quantize='nf4', checkpointing=True)
+        whole = {n: b.numel() for n, b in made[0].named_buffers() if n.endswith('.packed')}
+        trainer = run(made, strategy, max_tokens_per_batch=16)
+        parts = [{n: b.numel() for n, b in m.named_buffers() if n.endswith('.packed')} for m in made[:3]]
+        with strategy.full_model(made[0]) as full:
+            assert {n: b.numel() for n, b in full.named_buffers() if n.endswith('.packed')} == whole
+        trainer.save_pretrained(folder)
+        return trainer.log.phases, whole, parts
+
+
+def test_two_ranks(tmp_path):
+    trainer = run(roles(quantize='nf4'))
+    alone = trainer.log.phases
     for phases in run_distributed(on_ranks, 2):
         close(phases, alone, rel=1e-3, abs=1e-4)
+    for phases, whole, parts in run_distributed(on_ranks_with_parts, 2, tmp_path):
+        close(phases, alone, rel=1e-3, abs=1e-4)
+        assert len(whole) == 14 and all(sorted(p.values()) == sorted(n // 2 for n in whole.values()) for p in parts)
+    saved = load_file(tmp_path / 'model.safetensors')
+    trainer.save_pretrained(tmp_path / 'alone')
+    for name, weight in load_file(tmp_path / 'alone' / 'model.safetensors').items():
+        torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=1e-4)
 
 
 def test_a_checkpoint_holds_adapters_and_heads_and_the_export_is_what_was_trained(tmp_path):

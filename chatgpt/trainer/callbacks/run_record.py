@@ -233,7 +233,7 @@ def model_facts(bare: Any) -> dict[str, Any]:
     # under tensor parallelism a process holds parts, with the shape of the whole
     sizes = [(math.prod(getattr(p, 'whole_shape', p.shape)), p.requires_grad) for p in bare.parameters()]
     # weights in 4 bits are buffers with two weights in a byte
-    sizes += [(2 * b.numel(), False) for name, b in bare.named_buffers() if name.endswith('.packed')]
+    sizes += [(64 * b.numel(), False) for name, b in bare.named_buffers() if name.endswith('.scales')]
     return {
         'kind': getattr(config, 'model_type', None) or type(bare).__name__,
         'source': getattr(config, '_name_or_path', None) or None,
