@@ -41,6 +41,8 @@ REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes', 'peft', 'accelerate', 'psutil', 'einops')
 BUDGET_S, START_S = 530, 40
 """seconds for everything; for wheels and the first import of torch and transformers"""
+REHEARSAL_S = 600
+"""seconds for a part on a CPU, whose speed is no matter"""
 LEAST_S = 8
 """seconds that must be left to start a part"""
 HELD = 128 * 2**20
@@ -129,22 +131,22 @@ def cuda_parts() -> list[Part]:
 LENGTHS = {'prompt_length': 8, 'max_length': 16}
 SHORT = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 1} | LENGTHS
 TINY = {'precision': 'fp32', 'prompt': 8, 'new': 8}
-ON_A_CPU: dict[str, tuple[int, dict[str, Any]]] = {
-    'device': (20, {}),
-    'tests': (50, {'workers': 1, 'files': ['tests/gpu']}),
-    'decode': (30, TINY | {'batch': 4, 'new': 16}),
-    'ppo': (20, {'rungs': ['tiny'], **SHORT}),
-    'peer': (50, TINY | {'rung': 'tiny', 'sequences': 4, 'rounds': 1, 'lengths': ['fixed']}),
-    'trunk': (30, TINY | {'memory': GIB, 'sequences': 2, 'lora_rank': 2}),
-    'capacity': (30, {'caps': [48 * 2**20], 'options': ['lean'], 'ladder': 'tiny', 'batch_size': 2, **LENGTHS}),
-    'decode_ways': (90, TINY | {'batch': 2, 'rounds': 1, 'ways': ['plain', 'fixed']}),
-    'head': (30, {'sizes': [[16, 40]], 'vocab': 512}),
-    'kernels': (40, TINY | {'rows': 2, 'tokens': 16}),
-    'sampler': (10, {'rows': [2], 'vocab': 1300, 'repeats': 1}),
-    'step': (30, TINY | {'sequences': 4, 'batch': 2, 'tokens': 32, 'rounds': 1}),
-    'blocks': (60, {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'}),
+ON_A_CPU: dict[str, dict[str, Any]] = {
+    'device': {},
+    'tests': {'workers': 1, 'files': ['tests/gpu']},
+    'decode': TINY | {'batch': 4, 'new': 16},
+    'ppo': {'rungs': ['tiny'], **SHORT},
+    'peer': TINY | {'rung': 'tiny', 'sequences': 4, 'rounds': 1, 'lengths': ['fixed']},
+    'trunk': TINY | {'memory': GIB, 'sequences': 2, 'lora_rank': 2},
+    'capacity': {'caps': [48 * 2**20], 'options': ['lean'], 'ladder': 'tiny', 'batch_size': 2, **LENGTHS},
+    'decode_ways': TINY | {'batch': 2, 'rounds': 1, 'ways': ['plain', 'fixed']},
+    'head': {'sizes': [[16, 40]], 'vocab': 512},
+    'kernels': TINY | {'rows': 2, 'tokens': 16},
+    'sampler': {'rows': [2], 'vocab': 1300, 'repeats': 1},
+    'step': TINY | {'sequences': 4, 'batch': 2, 'tokens': 32, 'rounds': 1},
+    'blocks': {'layers': 1, 'width': 32, 'repeats': 1, 'backend': 'eager'},
 }
-"""budget and options on a CPU, by function"""
+"""options on a CPU, by function"""
 SIZED = ('experience_batch_size', 'train_batch_size', 'max_tokens_per_batch', 'ignore_phases')
 
 
@@ -154,16 +156,15 @@ def cpu_parts() -> list[Part]:
     for part in cuda_parts():
         if part.function not in ON_A_CPU or part.name == 'ppo-s-fp32':
             continue
-        budget_s, tiny = ON_A_CPU[part.function]
-        options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED} | tiny
+        options = {k: v for k, v in part.options.items() if part.function != 'ppo' or k not in SIZED}
+        options |= ON_A_CPU[part.function]
         if 'model' in options:
             options['model'] = 'tiny-gpt2' if options['model'] == 'gpt2' else 'tiny-qwen2'
         if part.function == 'kernels' and 'batch' in options:
             options['batch'] = 2
         if 'lora_rank' in options:
             options['lora_rank'] = 2
-        budget_s = 40 if part.worker == 'colossalai' else budget_s
-        found.append(replace(part, options=options, budget_s=budget_s, memory=0))
+        found.append(replace(part, options=options, budget_s=REHEARSAL_S, memory=0))
     return found
 
 
@@ -316,12 +317,6 @@ def planner_errors(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def decode_ratios(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the local engine's new tokens per second, `begin` included, divided by those of `model.generate`."""
-    results = [part['result'] for part in parts if isinstance(part.get('result'), dict)]
-    return [{'model': r['model'], 'times': r['times']} for r in results if 'times' in r]
-
-
 def commit() -> str | None:
     """Returns the commit of the working tree, or None without git."""
     try:
@@ -372,7 +367,6 @@ def check(
             'call': part.call,
             'passed': len(done) == wanted and all(map(is_well, done)),
             'planner': planner_errors(done),
-            'decode': decode_ratios(done),
             'decisions': gpu_page.decisions(done),
             'parts': done,
         }
@@ -400,7 +394,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu'
     )
-    parser.add_argument('--budget_s', type=float, default=float(BUDGET_S), help='seconds in all, wheels included')
+    parser.add_argument('--budget_s', type=float, help=f'seconds in all, wheels included; default: {BUDGET_S} on a GPU')
     parser.add_argument(
         '--page', nargs='?', const='', metavar='FILE', help='write results into docs/gpu.md; default: the newest file'
     )
@@ -411,6 +405,7 @@ def main() -> int:
     args = parse_args()
     begun, results = time.monotonic(), ROOT / 'benchmarks/results/gpu'
     parts = cuda_parts() if args.device == 'cuda' else cpu_parts()
+    budget_s = args.budget_s or (float(BUDGET_S) if args.device == 'cuda' else float(REHEARSAL_S * len(parts)))
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site, runner = None, None
     for sign in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT
@@ -425,7 +420,7 @@ def main() -> int:
         if wheels is not None:
             site = tempfile.mkdtemp(prefix='gpu-check-site-')
             if any(wheels.glob('*.whl')) or not any(wheels.glob('*/*.whl')):
-                install_wheels(wheels, site, args.budget_s - LEAST_S)
+                install_wheels(wheels, site, budget_s - LEAST_S)
         out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
         runner = Runner(args.device, out / 'logs', site, wheels)
         missing = not_installed(REQUIRED, runner.env)
@@ -434,14 +429,14 @@ def main() -> int:
                 f'not installed: {", ".join(missing)}; give a folder with their wheels: make gpu-check WHEELS=folder'
             )
         try:
-            up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
+            up = runner.start_worker('main', budget_s - (time.monotonic() - begun))
         except EOFError as error:
             output = ' '.join(runner.log.read_text().split())
             raise ValueError(f'the process of the parts cannot start: {error}: {output[-500:]}') from None
         if up is None:
             raise ValueError('the process of the parts was not up in time')
         chosen = [p for p in parts if (p.name in args.parts if args.parts else p.call == args.call)]
-        return 0 if check(chosen, runner, out=out, budget_s=args.budget_s, begun=begun)['passed'] else 1
+        return 0 if check(chosen, runner, out=out, budget_s=budget_s, begun=begun)['passed'] else 1
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

@@ -48,7 +48,7 @@ def test_a_run_on_a_cpu(tmp_path):
     results = {name: p['result'] for name, p in parts.items()}
     assert results['tests']['finished'] and results['tests']['skipped'] and not results['tests']['failed']
     assert results['device']['matmul_tflops']['float32'] > 1e-4
-    assert [d['model'] for d in content['decode']] == ['tiny-gpt2', 'tiny-qwen2']
+    assert results['decode-gpt2']['times'].keys() == results['decode-qwen2']['times'].keys() == {'without cuDNN'}
     engine, spent = results['decode-qwen2']['engine'], results['decode-qwen2']['phases_s']
     assert len(spent) == 5 and engine['seconds'] == sorted(spent[2:])[1]  # the median from the third phase on
     generated = results['decode-qwen2']['generate']['without cuDNN']
