@@ -6,7 +6,9 @@ import math
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from chatgpt.strategies.base import Strategy
 from chatgpt.testing.conformance_bench import (
     LR,
     Bench,
@@ -217,6 +219,31 @@ def check_partly_frozen(bench: Bench) -> None:
         identical({n: got[n] for n in still}, {n: before[n] for n in still}, 'frozen parameters of a trained model')
 
 
+def check_waiting(bench: Bench) -> None:
+    """While one model learns, another one keeps its weights and its optimizer's states, and then trains as if it had
+    been alone (a critic learns before the actor does)."""
+    with bench.make_strategy() as strategy:
+        (model, optimizer), (other, other_optimizer) = bench.pair(strategy), bench.pair(strategy)
+        first = bench.train(strategy, model, optimizer, steps=1)
+        before = bench.weights(strategy, model), _states(strategy, optimizer)
+        bench.train(strategy, other, other_optimizer, steps=2)
+        identical(bench.weights(strategy, model), before[0], 'a model that waits')
+        identical(_states(strategy, optimizer), before[1], 'the optimizer of a model that waits')
+        alone, alone_optimizer = bench.pair(strategy)
+        expect(first == bench.train(strategy, alone, alone_optimizer, steps=1), 'two equal models learn differently')
+        again = bench.train(strategy, model, optimizer, steps=2)
+        expect(
+            again == bench.train(strategy, alone, alone_optimizer, steps=2), 'a model that waited learns differently'
+        )
+        identical(bench.weights(strategy, model), bench.weights(strategy, alone), 'a model that waited')
+
+
+def _states(strategy: Strategy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Returns copies of this rank's pieces of an optimizer's states, by name and start."""
+    _, pieces = strategy.optimizer_state(optimizer)
+    return {f'{piece.name} {piece.start}': piece.data.detach().clone() for piece in pieces}
+
+
 def check_collectives(bench: Bench) -> None:
     """Collectives of tensors and objects work, and an exception on rank 0 reaches all ranks."""
     with bench.make_strategy() as strategy:
@@ -248,5 +275,5 @@ ORDER: list[Check] = [
     check_determinism,
     check_accumulation,
 ]
-ORDER += [check_unequal, check_clipping, check_non_finite, check_discard, check_partly_frozen]
+ORDER += [check_unequal, check_clipping, check_non_finite, check_discard, check_partly_frozen, check_waiting]
 CHECKS: dict[str, Check] = {check.__name__.removeprefix('check_'): check for check in ORDER}

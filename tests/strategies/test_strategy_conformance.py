@@ -123,6 +123,16 @@ class StepsOnInfinity(DDPStrategy):
         return norm
 
 
+class StepsEveryModel(DDPStrategy):
+    def optimizer_step(self, optimizer, max_norm=None):
+        for pair in self._pairs.values():
+            if pair is not self._pair(optimizer):
+                for _, parameter in pair.named_parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                pair.optimizer.step()
+        return super().optimizer_step(optimizer, max_norm)
+
+
 FAULTS = {
     ForgetsToReduce: ['equals_naive', 'unequal'],
     Averages: ['equals_naive', 'clipping'],
@@ -134,6 +144,7 @@ FAULTS = {
     LeavesEvalMode: ['full_model'],
     KeepsGradients: ['discard'],
     StepsOnInfinity: ['non_finite'],
+    StepsEveryModel: ['waiting'],
 }
 
 
