@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -34,7 +33,6 @@ from programs_data import dialogues, save_models, save_walker, sentences, turns,
 from vs_peers import ENVIRONMENTS, own_python  # noqa: E402
 
 RESULTS = HERE / 'results' / 'published_programs.json'
-PAGE = harness.PAGES / 'published_programs.md'
 ENVIRONMENTS |= {
     'TRL 0.11.4': [
         *('trl==0.11.4', 'transformers==4.45.2', 'accelerate==1.1.1', 'peft==0.13.2', 'datasets==2.21.0'),
@@ -195,7 +193,7 @@ PROGRAMS = [
     Program(
         'trlX 0.7',
         'examples/randomwalks/ppo_randomwalks.py',
-        trlx(train__epochs=6, train__eval_interval=8),
+        trlx(train__epochs=4, train__eval_interval=8),
         {},
         ('metrics/optimality', 'rollout_scores/mean', 'losses/value_loss'),
         sampled=True,
@@ -274,9 +272,12 @@ def source_of(program: Program, clones: dict[str, Path], work: Path) -> Path:
 
 
 def run(program: Program, side: str, seed: int, source: Path, work: Path) -> list[dict[str, float]]:
-    """Runs a program once and returns what it logged."""
+    """Runs a program once, unless its folder has the numbers of a run, and returns what it logged."""
     name = f'{program.path.removesuffix(".py").replace("/", "_")}_{program.system}_{side}_{seed}'.replace(' ', '_')
-    folder = workspace(work / 'runs' / name, work / 'models', program.data)
+    out = work / 'runs' / name / 'logged.json'
+    if out.exists():  # of a run before
+        return json.loads(out.read_text())
+    folder = workspace(out.parent, work / 'models', program.data)
     is_trlx = program.system.startswith('trlX')
     python = sys.executable if side == 'ours' else own_python(program.system, work)
     own = [source] if is_trlx else []
@@ -294,7 +295,6 @@ def run(program: Program, side: str, seed: int, source: Path, work: Path) -> lis
         'TOKENIZERS_PARALLELISM': 'false',
         'CUDA_VISIBLE_DEVICES': '',
     }
-    out = folder / 'logged.json'
     command = [python, HERE / 'peers' / 'programs_run.py', side, out, source / program.path, *program.arguments(seed)]
     with (folder / 'output.txt').open('w') as output:
         code = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
@@ -304,19 +304,52 @@ def run(program: Program, side: str, seed: int, source: Path, work: Path) -> lis
 
 
 def compare(program: Program, theirs: list[Any], ours: list[Any]) -> dict[str, Any]:
-    """Returns, by key, the first and last number of each side and the greatest difference; of programs that sample the
-    mean over each run."""
+    """Returns the numbers of each key by side, one list for each run."""
     found = {}
     for key in program.keys:
-        series = {
+        sides = {
             side: [[line[key] for line in logged if key in line] for logged in runs]
             for side, runs in (('theirs', theirs), ('ours', ours))
         }
-        if program.sampled:
-            found[key] = {side: [statistics.fmean(run) for run in runs] for side, runs in series.items()}
-        else:
-            found[key] = {side: runs[0] for side, runs in series.items()}
+        if all(all(runs) for runs in sides.values()):
+            found[key] = sides
     return found
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def rows_of(name: str, numbers: dict[str, Any]) -> list[list[str]]:
+    """Returns rows of the table: what is compared, both sides' numbers, the difference, and what it is due to."""
+    rows = []
+    for key, sides in numbers.items():
+        theirs, ours = ([value for run in sides[side] for value in run] for side in ('theirs', 'ours'))
+        means = statistics.fmean(theirs), statistics.fmean(ours)
+        if is_sampled(name):
+            half = 1.96 * (statistics.variance(theirs) / len(theirs) + statistics.variance(ours) / len(ours)) ** 0.5
+            shown, difference = [f'{mean:.4g}' for mean in means], f'{means[1] - means[0]:+.2g} ± {half:.2g}'
+            what = 'mean of a run'
+        elif len(theirs) != len(ours):
+            shown, difference, what = [f'{mean:.4f}' for mean in means], f'{abs(means[1] - means[0]):.0e}', 'mean'
+        else:
+            shown = [' → '.join(f'{value:.4f}' for value in dict.fromkeys((run[0], run[-1]))) for run in (theirs, ours)]
+            difference = f'{max(abs(a - b) for a, b in zip(theirs, ours, strict=True)):.0e}'
+            what = 'each step' if len(theirs) > 1 else 'once'
+        rows.append([f'`{key}`, {what}', *shown, difference])
+    return rows
+
+
+def is_sampled(name: str) -> bool:
+    return next(program.sampled for program in PROGRAMS if program.name == name)
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ['| program | number | there | here | difference |', '|---|---|---|---|---|']
+    for name in sorted(results, key=[program.name for program in PROGRAMS].index):
+        system, path = name.split(', ', 1)
+        for i, row in enumerate(rows_of(name, results[name])):
+            lines.append('| ' + ' | '.join([f'{system}, `{path}`' if not i else '', *row]) + ' |')
+    return '\n'.join(lines)
 
 
 def main() -> None:
@@ -329,6 +362,8 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.page:
+        if args.trl is None or args.trlx is None:
+            parser.error('--trl and --trlx are needed, git clones of both')
         work = args.work_dir.resolve()
         clones = {'trl': args.trl, 'trlx': args.trlx}
         for program in PROGRAMS:

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chatgpt_compat.trlx.data.configs import TRLConfig
+from chatgpt_compat.trlx.data.default_configs import default_ppo_config
+from chatgpt_compat.trlx.trainer.accelerate_rft_trainer import RFTConfig as TheirConfig
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import RFTConfig
 from chatgpt_compat.trlx import train
-from chatgpt_compat.trlx.data.configs import TRLConfig
-from chatgpt_compat.trlx.data.default_configs import default_ppo_config
 from chatgpt_compat.trlx.rft import GrowingRFT, thresholds_of
-from chatgpt_compat.trlx.trainer.accelerate_rft_trainer import RFTConfig as TheirConfig
 
 
 def sample(prompt, *response):
@@ -28,8 +28,8 @@ def test_thresholds_are_interpolated_and_keep_from_the_ends():
 
 
 def test_samples_stay_and_the_first_choice_is_made_twice():
-    """With two improve steps trlX samples in its 1st, 2nd, 4th, 6th, ... choice, and the percentile is that of 0, 0, 1, 0,
-    1, ... of them."""
+    """With two improve steps trlX samples in its 1st, 2nd, 4th, 6th, ... choice; the percentile is that of the steps
+    0, 0, 1, 0, 1, ..."""
     trainer = GrowingRFT.__new__(GrowingRFT)
     trainer.config = RFTConfig(start_quantile=0.5, end_quantile=1.0)
     trainer.improve_steps, trainer.pool, trainer.growths, trainer.train_data = 2, {}, 0, []

@@ -133,8 +133,8 @@ def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
     of = f'num_mini_batches={args.num_mini_batches}' if args.mini_batch_size is None else f'mini_batch_size={mini}'
     if mini < 1 or local % mini or (args.mini_batch_size is None and local % args.num_mini_batches):
         raise ValueError(
-            f'{type(args).__name__}: a batch of {local} on each process (batch_size, else per_device_train_batch_size x '
-            f'gradient_accumulation_steps) must be a multiple of {of}'
+            f'{type(args).__name__}: a batch of {local} on each process (batch_size, else '
+            f'per_device_train_batch_size x gradient_accumulation_steps) must be a multiple of {of}'
         )
     batch = local * world_size
     episodes = args.total_episodes

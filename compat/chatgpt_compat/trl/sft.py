@@ -18,7 +18,7 @@ from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLat
 from chatgpt_compat.trl.training import causal_lm, max_length_of
 
 OF_SFT = {
-    'packing_strategy': warned('records are packed in the order given, and never see each other'),
+    'packing_strategy': warned('records are packed in the order given'),
     'eval_packing': warned('what is evaluated is packed as what is trained'),
     'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
     'chat_template_path': refused("set the tokenizer's chat_template"),

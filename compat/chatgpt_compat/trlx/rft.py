@@ -23,8 +23,8 @@ MARGIN = 1e-3
 
 
 def thresholds_of(scores: SequenceOf[SequenceOf[float]], quantile: float) -> np.ndarray:
-    """Returns the threshold of each prompt's scores: its interpolated quantile, within the range of all thresholds, less
-    `MARGIN` at both ends."""
+    """Returns the threshold of each prompt's scores: its interpolated quantile, within the range of all thresholds
+    without `MARGIN` at both ends."""
     found = np.array([np.quantile(np.array(of_prompt), quantile) for of_prompt in scores])
     return np.clip(found, found.min() + MARGIN, found.max() - MARGIN)
 
