@@ -152,8 +152,9 @@ def differing_quotes(write: bool) -> list[str]:
 
 def differing_pages(write: bool) -> list[str]:
     found: list[str] = []
+    sys.path.append(str(ROOT / 'compat' / 'benchmarks'))
     with patch.multiple(harness, differences=found, checking=not write), redirect_stdout(io.StringIO()):
-        for name in PAGES:
+        for name in [*PAGES, 'published_programs']:
             try:
                 with patch.object(sys, 'argv', [name, '--page']):
                     import_module(name).main()

@@ -186,7 +186,7 @@ class RFTTrainer(OfflineTrainer):
         self.is_resuming = False
         with self.running(num_phases=None):
             while self.round < c.num_rounds and not self.stop_agreed():
-                self.train_data = self._kept(self.round)
+                self.train_data = self.chosen(self.round)
                 if self.train_data:
                     self._learn_round()
                 else:
@@ -209,10 +209,9 @@ class RFTTrainer(OfflineTrainer):
         self.round += 1
         super().end_phase(metrics | self.round_metrics | self.collector.draw_metrics())
 
-    def _kept(self, number: int) -> list[Sequence]:
-        """Returns the kept samples of round `number`, the same list on every rank."""
-        c, strategy = self.config, self.strategy
-        n = c.num_samples_per_prompt
+    def scored_samples(self, number: int) -> list[tuple[Sample, float]]:
+        """Returns the samples of sampling round `number` with their scores, the same list on every rank."""
+        strategy, n = self.strategy, self.config.num_samples_per_prompt
         mine = range(strategy.rank, len(self.prompts), strategy.world_size)
         prompts: list[Prompt] = [self.prompts[i] for i in mine for _ in range(n)]
         first = number * len(self.prompts) * n
@@ -223,8 +222,13 @@ class RFTTrainer(OfflineTrainer):
         with self.clock.measure('score'):
             given = scored(self.scorer, samples, strategy)
         checked = [(sample, as_score(value, sample, 'the reward')) for sample, value in given]
-        pairs = [(sample, sequence_score(s, sample)) for sample, s in checked]
-        quantile = c.quantile(number)
+        return [(sample, sequence_score(s, sample)) for sample, s in checked]
+
+    def chosen(self, number: int) -> list[Sequence]:
+        """Returns the sequences to learn in round `number`, the same list on every rank, and sets `round_metrics`.
+        Subclasses may choose others."""
+        pairs = self.scored_samples(number)
+        quantile = self.config.quantile(number)
         kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)
         self.round_metrics = {
             'rft/round': float(number + 1),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -34,7 +33,6 @@ from programs_data import dialogues, save_models, save_walker, sentences, turns,
 from vs_peers import ENVIRONMENTS, own_python  # noqa: E402
 
 RESULTS = HERE / 'results' / 'published_programs.json'
-PAGE = harness.PAGES / 'published_programs.md'
 ENVIRONMENTS |= {
     'TRL 0.11.4': [
         *('trl==0.11.4', 'transformers==4.45.2', 'accelerate==1.1.1', 'peft==0.13.2', 'datasets==2.21.0'),
@@ -45,11 +43,19 @@ ENVIRONMENTS |= {
         *('rich', 'numpy<2', 'pyarrow==17.0.0'),
     ],
     'trlX 0.7': [
-        *('transformers==4.32.0', 'accelerate==0.22.0', 'peft==0.5.0', 'datasets==2.14.7', 'rich', 'numpy<2', 'pyarrow==17.0.0'),
+        *(
+            'transformers==4.32.0',
+            'accelerate==0.22.0',
+            'peft==0.5.0',
+            'datasets==2.14.7',
+            'rich',
+            'numpy<2',
+            'pyarrow==17.0.0',
+        ),
     ],
 }
 COMMITS = {'TRL 0.11.4': '1f8ba929f', 'TRL 0.7.11': '0f13e51ef', 'trlX 0.7': '384b8b24f'}
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 Data = dict[str, list[dict[str, Any]]]
 
 
@@ -89,14 +95,12 @@ CLASSIC = '--model_name tiny --batch_size 32 --mini_batch_size 16 --learning_rat
 CLASSIC += ' --query_dataset imdb --reward_model sentiment-analysis:lvwerra/distilbert-imdb'
 LATER = '--output_dir out --report_to none --save_strategy no --per_device_train_batch_size 32 --learning_rate 1e-3'
 LATER += ' --total_episodes 256 --response_length 16 --model_name_or_path tiny --sft_model_path tiny'
-LATER += ' --reward_model_path rm --num_ppo_epochs 2 --num_sample_generations 0 --logging_steps 1'
+LATER += ' --reward_model_path rm --max_grad_norm 0 --num_ppo_epochs 2 --num_sample_generations 0 --logging_steps 1'
 PAIRS = dialogues(32)
 TEXTS = {'texts/train': sentences(16, 96), 'texts/test': sentences(16, 96, 1)}
 FILMS = {'imdb/train': sentences(256, 240)}
 PROMPTS = [{'prompt': row['text'][:16]} for row in sentences(340, 32)]
-DESCRIPTIVE = {
-    'trl-internal-testing/descriptiveness-sentiment-trl-style/data/descriptiveness-00000-of-00001': PROMPTS
-}
+DESCRIPTIVE = {'trl-internal-testing/descriptiveness-sentiment-trl-style/data/descriptiveness-00000-of-00001': PROMPTS}
 HH = {'Anthropic/hh-rlhf/train': PAIRS[:16], 'Anthropic/hh-rlhf/test': PAIRS[16:]}
 SPLIT = {'pairs/train': turns(PAIRS[:16]), 'pairs/test': turns(PAIRS[16:])}
 PREFERENCE = ('loss', 'rewards/chosen', 'rewards/rejected', 'rewards/accuracies', 'eval_loss', 'eval_rewards/margins')
@@ -107,7 +111,9 @@ def words(text: str, seed: str = '--seed') -> Callable[[int], list[str]]:
 
 
 def settings(**values: Any) -> Callable[[int], list[str]]:
-    return lambda number: [json.dumps({name.replace('__', '.'): v for name, v in values.items()} | {'train.seed': number})]
+    return lambda number: [
+        json.dumps({name.replace('__', '.'): v for name, v in values.items()} | {'train.seed': number})
+    ]
 
 
 def trlx(**values: Any) -> Callable[[int], list[str]]:
@@ -170,8 +176,9 @@ PROGRAMS = [
     Program(
         'TRL 0.7.11',
         'examples/scripts/reward_modeling.py',
-        words(f'{FULL} --model_name_or_path rm --remove_unused_columns False --max_length 256 '
-              '--evaluation_strategy epoch'),
+        words(
+            f'{FULL} --model_name_or_path rm --remove_unused_columns False --max_length 256 --evaluation_strategy epoch'
+        ),
         HH,
         ('loss', 'eval_loss', 'eval_accuracy'),
     ),
@@ -186,7 +193,7 @@ PROGRAMS = [
     Program(
         'trlX 0.7',
         'examples/randomwalks/ppo_randomwalks.py',
-        trlx(train__epochs=6, train__eval_interval=8),
+        trlx(train__epochs=4, train__eval_interval=8),
         {},
         ('metrics/optimality', 'rollout_scores/mean', 'losses/value_loss'),
         sampled=True,
@@ -196,16 +203,27 @@ PROGRAMS = [
         'examples/randomwalks/ilql_randomwalks.py',
         trlx(train__epochs=2, train__eval_interval=10),
         {},
-        ('metrics/optimality@beta=0', 'metrics/optimality@beta=1', 'metrics/optimality@beta=100', 'losses/loss_q',
-         'losses/loss_v'),
+        (
+            'metrics/optimality@beta=0',
+            'metrics/optimality@beta=1',
+            'metrics/optimality@beta=100',
+            'losses/loss_q',
+            'losses/loss_v',
+        ),
         sampled=True,
     ),
     Program(
         'trlX 0.7',
         'examples/sft_sentiments.py',
         trlx(
-            model__model_path='tiny', tokenizer__tokenizer_path='tiny', train__batch_size=16, train__seq_length=128,
-            train__total_steps=8, train__epochs=8, train__eval_interval=8, optimizer__kwargs__lr=1e-3,
+            model__model_path='tiny',
+            tokenizer__tokenizer_path='tiny',
+            train__batch_size=16,
+            train__seq_length=128,
+            train__total_steps=8,
+            train__epochs=8,
+            train__eval_interval=8,
+            optimizer__kwargs__lr=1e-3,
             scheduler__kwargs__eta_min=1e-3,
         ),
         {'imdb/train': sentences(32, 96), 'imdb/test': []},
@@ -215,8 +233,14 @@ PROGRAMS = [
         'trlX 0.7',
         'examples/rft_sentiments.py',
         trlx(
-            model__model_path='tiny', tokenizer__tokenizer_path='tiny', train__batch_size=32, train__seq_length=128,
-            train__total_steps=40, train__epochs=8, train__eval_interval=8, optimizer__kwargs__lr=1e-3,
+            model__model_path='tiny',
+            tokenizer__tokenizer_path='tiny',
+            train__batch_size=32,
+            train__seq_length=128,
+            train__total_steps=40,
+            train__epochs=8,
+            train__eval_interval=8,
+            optimizer__kwargs__lr=1e-3,
             scheduler__kwargs__eta_min=1e-3,
         ),
         {'imdb/train': sentences(512, 96)},
@@ -248,9 +272,12 @@ def source_of(program: Program, clones: dict[str, Path], work: Path) -> Path:
 
 
 def run(program: Program, side: str, seed: int, source: Path, work: Path) -> list[dict[str, float]]:
-    """Runs a program once and returns what it logged."""
+    """Runs a program once, unless its folder has the numbers of a run, and returns what it logged."""
     name = f'{program.path.removesuffix(".py").replace("/", "_")}_{program.system}_{side}_{seed}'.replace(' ', '_')
-    folder = workspace(work / 'runs' / name, work / 'models', program.data)
+    out = work / 'runs' / name / 'logged.json'
+    if out.exists():  # of a run before
+        return json.loads(out.read_text())
+    folder = workspace(out.parent, work / 'models', program.data)
     is_trlx = program.system.startswith('trlX')
     python = sys.executable if side == 'ours' else own_python(program.system, work)
     own = [source] if is_trlx else []
@@ -268,7 +295,6 @@ def run(program: Program, side: str, seed: int, source: Path, work: Path) -> lis
         'TOKENIZERS_PARALLELISM': 'false',
         'CUDA_VISIBLE_DEVICES': '',
     }
-    out = folder / 'logged.json'
     command = [python, HERE / 'peers' / 'programs_run.py', side, out, source / program.path, *program.arguments(seed)]
     with (folder / 'output.txt').open('w') as output:
         code = subprocess.run(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT).returncode
@@ -278,19 +304,52 @@ def run(program: Program, side: str, seed: int, source: Path, work: Path) -> lis
 
 
 def compare(program: Program, theirs: list[Any], ours: list[Any]) -> dict[str, Any]:
-    """Returns, by key, the first and last number of each side and the greatest difference; of programs that sample the
-    mean over each run."""
+    """Returns the numbers of each key by side, one list for each run."""
     found = {}
     for key in program.keys:
-        series = {
+        sides = {
             side: [[line[key] for line in logged if key in line] for logged in runs]
             for side, runs in (('theirs', theirs), ('ours', ours))
         }
-        if program.sampled:
-            found[key] = {side: [statistics.fmean(run) for run in runs] for side, runs in series.items()}
-        else:
-            found[key] = {side: runs[0] for side, runs in series.items()}
+        if all(all(runs) for runs in sides.values()):
+            found[key] = sides
     return found
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def rows_of(name: str, numbers: dict[str, Any]) -> list[list[str]]:
+    """Returns rows of the table: what is compared, both sides' numbers, the difference, and what it is due to."""
+    rows = []
+    for key, sides in numbers.items():
+        theirs, ours = ([value for run in sides[side] for value in run] for side in ('theirs', 'ours'))
+        means = statistics.fmean(theirs), statistics.fmean(ours)
+        if is_sampled(name):
+            half = 1.96 * (statistics.variance(theirs) / len(theirs) + statistics.variance(ours) / len(ours)) ** 0.5
+            shown, difference = [f'{mean:.4g}' for mean in means], f'{means[1] - means[0]:+.2g} ± {half:.2g}'
+            what = 'mean of a run'
+        elif len(theirs) != len(ours):
+            shown, difference, what = [f'{mean:.4f}' for mean in means], f'{abs(means[1] - means[0]):.0e}', 'mean'
+        else:
+            shown = [' → '.join(f'{value:.4f}' for value in dict.fromkeys((run[0], run[-1]))) for run in (theirs, ours)]
+            difference = f'{max(abs(a - b) for a, b in zip(theirs, ours, strict=True)):.0e}'
+            what = 'each step' if len(theirs) > 1 else 'once'
+        rows.append([f'`{key}`, {what}', *shown, difference])
+    return rows
+
+
+def is_sampled(name: str) -> bool:
+    return next(program.sampled for program in PROGRAMS if program.name == name)
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = ['| program | number | there | here | difference |', '|---|---|---|---|---|']
+    for name in sorted(results, key=[program.name for program in PROGRAMS].index):
+        system, path = name.split(', ', 1)
+        for i, row in enumerate(rows_of(name, results[name])):
+            lines.append('| ' + ' | '.join([f'{system}, `{path}`' if not i else '', *row]) + ' |')
+    return '\n'.join(lines)
 
 
 def main() -> None:
@@ -303,6 +362,8 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.page:
+        if args.trl is None or args.trlx is None:
+            parser.error('--trl and --trlx are needed, git clones of both')
         work = args.work_dir.resolve()
         clones = {'trl': args.trl, 'trlx': args.trlx}
         for program in PROGRAMS:
@@ -319,7 +380,13 @@ def main() -> None:
             results[program.name] = compare(program, **runs)
             harness.write_json(RESULTS, results)
             for key, row in results[program.name].items():
-                print(program.name, key, *(f'{side}: {[round(v, 4) for v in row[side]]}' for side in row), sep='\n  ', flush=True)
+                print(
+                    program.name,
+                    key,
+                    *(f'{side}: {[round(v, 4) for v in row[side]]}' for side in row),
+                    sep='\n  ',
+                    flush=True,
+                )
 
 
 if __name__ == '__main__':

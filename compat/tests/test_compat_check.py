@@ -130,7 +130,6 @@ def test_a_name_that_the_library_lacks_is_not_served(script):
         ('from trl.extras.dataset_formatting import get_formatting_func_from_dataset', 'trl.extras'),
         ('from trl import OnlineDPOConfig', 'chatgpt.trainer.PPOConfig'),
         ('from trl import KTOTrainer', 'python -m chatgpt kto'),
-        ('from trlx.trainer.accelerate_rft_trainer import RFTConfig', 'chatgpt.trainer.RFTTrainer'),
         ('from chatgpt.experience_maker import NaiveExperienceMaker', 'chatgpt.trainer.experience.ExperienceMaker'),
         ('from coati.ray.utils import is_rank_0', 'Ray'),
     ],

@@ -126,7 +126,7 @@ def test_every_name_field_and_statistic_is_on_a_page():
         ({'tokenizer.tokenizer_path': ''}, 'no tokenizer_path'),
         ({'train.epochs': 0}, 'at least 1'),
         ({'train.trainer': 'NeMoPPOTrainer'}, 'FSDP or ColossalAI'),
-        ({'train.trainer': 'AccelerateRFTTrainer'}, 'chatgpt.trainer.RFTTrainer'),
+        ({'train.trainer': 'AccelerateRFTTrainer'}, 'needs a RFTConfig'),
         ({'train.trainer': 'AccelerateILQLTrainer'}, 'does not learn from a reward_fn|needs a ILQLConfig'),
         ({'optimizer.name': 'adamw_8bit_bnb'}, 'adamw, sgd, adam'),
         ({'optimizer.kwargs.leraning_rate': 1e-3}, "no 'leraning_rate'"),

@@ -123,8 +123,8 @@ def test_rejection_sampling_learns_the_turns_of_good_episodes_alone():
         model, optimizer = strategy.prepare((policy, torch.optim.AdamW(policy.parameters(), lr=1e-3)))
         given = (strategy, model, optimizer, prompts(3), Returns())
         trainer = RFTTrainer(*given, engine=engine(), **GENERATES, **sizes)
-        kept = trainer._kept
-        trainer._kept = lambda number: learned.extend(kept(number)) or learned
+        kept = trainer.chosen
+        trainer.chosen = lambda number: learned.extend(kept(number)) or learned
         trainer.fit()
     assert 3 <= len(learned) < 12
     assert any(not s.response_mask.all() for s in learned)

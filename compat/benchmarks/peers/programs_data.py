@@ -44,6 +44,7 @@ def save_tokenizer(folder: Path, letters: Iterable[str]) -> None:
 
 def save(model: Any, folder: Path, letters: Iterable[str] | None = None) -> None:
     model.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / 'pytorch_model.bin')  # models with a value head look for it
     save_tokenizer(folder, byte_letters() if letters is None else letters)
 
 
@@ -66,7 +67,14 @@ def save_models(root: Path) -> None:
     torch.nn.init.normal_(scorer.score.weight, std=0.3)
     save(scorer, root / 'rm')
     config = DistilBertConfig(
-        vocab_size=260, dim=32, hidden_dim=64, n_layers=1, n_heads=2, dropout=0, attention_dropout=0, seq_classif_dropout=0
+        vocab_size=260,
+        dim=32,
+        hidden_dim=64,
+        n_layers=1,
+        n_heads=2,
+        dropout=0,
+        attention_dropout=0,
+        seq_classif_dropout=0,
     )
     config.id2label, config.label2id = {0: 'NEGATIVE', 1: 'POSITIVE'}, {'NEGATIVE': 0, 'POSITIVE': 1}
     films = DistilBertForSequenceClassification(config)

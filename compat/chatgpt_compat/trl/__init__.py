@@ -59,6 +59,8 @@ SERVED: dict[str, str] = {
     ),
     **at('experimental.ppo experimental.ppo.ppo_trainer', f'{_HERE}.ppo_train', 'PPOTrainer'),
     **dict.fromkeys(('PPOv2Trainer', 'trainer.ppov2_trainer.PPOv2Trainer'), f'{_HERE}.ppo_train:PPOTrainer'),
+    **at('. trainer trainer.rloo_config trainer.rloo_trainer', f'{_HERE}.rloo', 'RLOOConfig'),
+    **at('. trainer trainer.rloo_trainer', f'{_HERE}.rloo', 'RLOOTrainer'),
     **at('. trainer trainer.dpo_config', f'{_HERE}.pairs', 'DPOConfig'),
     **at('. trainer trainer.dpo_trainer', f'{_HERE}.pairs', 'DPOTrainer'),
     **at('. trainer trainer.reward_config', f'{_HERE}.pairs', 'RewardConfig'),
@@ -96,13 +98,11 @@ SERVED: dict[str, str] = {
 }
 """name below `trl` → 'module:attribute'"""
 
-_GRPO, _RLOO = (f"advantage_estimator='{name}' (docs/algorithms/{name}.md)" for name in ('grpo', 'rloo'))
+_GRPO = "advantage_estimator='grpo' (docs/algorithms/grpo.md)"
 INSTEAD: dict[str, str] = {
     'GRPOTrainer': f'chatgpt.trainer.PPOTrainer with {_GRPO}, and environment= for environment_factory',
     'GRPOConfig': f'chatgpt.trainer.PPOConfig with {_GRPO}',
-    'RLOOConfig': f'chatgpt.trainer.PPOConfig with {_RLOO}',
-    **dict.fromkeys(('RLOOTrainer', 'RLOOv2Trainer'), f'chatgpt.trainer.PPOTrainer with {_RLOO}'),
-    **dict.fromkeys(('trainer.rloo_trainer', 'trainer.rloo_config'), f'chatgpt.trainer.PPOTrainer with {_RLOO}'),
+    'RLOOv2Trainer': 'RLOOTrainer',
     'KTOTrainer': 'chatgpt.trainer.KTOTrainer, or python -m chatgpt kto',
     'KTOConfig': 'chatgpt.trainer.KTOConfig, or python -m chatgpt kto',
     'ORPOTrainer': 'chatgpt.trainer.ORPOTrainer, or python -m chatgpt orpo',

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from chatgpt.types import Batch, Prompt, Sample
 from chatgpt_compat.peft import HEADS, adapted
 from chatgpt_compat.statistics import TRL, Measured, named, of_policy, of_values
 from chatgpt_compat.trl import arguments
-from chatgpt_compat.trl.arguments import given, text_of
+from chatgpt_compat.trl.arguments import Entry, given, text_of
 from chatgpt_compat.trl.config import UNSUPPORTED, PPOConfig
 from chatgpt_compat.trl.training import (
     LaterTrainer,
@@ -83,14 +83,14 @@ class MeasuredPPOTrainer(OurPPOTrainer):
     vf_coef = 1.0
 
     def learners(self) -> Any:
-        actor, critic = super().learners()
+        actor, *critics = super().learners()
 
         def of_actor(out: Any, batch: Batch) -> dict[str, Tensor]:
             return of_policy(self.config, out.logprobs, batch)
 
         return [
             replace(actor, loss=Measured(actor.loss, of_actor)),
-            replace(critic, loss=Measured(critic.loss, partial(of_values, self.config), self.vf_coef)),
+            *(replace(c, loss=Measured(c.loss, partial(of_values, self.config), self.vf_coef)) for c in critics),
         ]
 
 
@@ -133,28 +133,32 @@ def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
     of = f'num_mini_batches={args.num_mini_batches}' if args.mini_batch_size is None else f'mini_batch_size={mini}'
     if mini < 1 or local % mini or (args.mini_batch_size is None and local % args.num_mini_batches):
         raise ValueError(
-            f'PPOConfig: a batch of {local} on each process (batch_size, else per_device_train_batch_size x '
-            f'gradient_accumulation_steps) must be a multiple of {of}'
+            f'{type(args).__name__}: a batch of {local} on each process (batch_size, else '
+            f'per_device_train_batch_size x gradient_accumulation_steps) must be a multiple of {of}'
         )
     batch = local * world_size
     episodes = args.total_episodes
     if episodes is None:
         episodes = int(args.num_train_epochs * num_prompts)
     if episodes < 1:
-        raise ValueError(f'PPOConfig: total_episodes={episodes} must be at least 1')
+        raise ValueError(f'{type(args).__name__}: total_episodes={episodes} must be at least 1')
     return Sizes(batch, mini * world_size, math.ceil(episodes / batch))
 
 
 def stop_id_of(args: Any, tokenizer: Any) -> int | None:
     """Returns the token that ends a response; None lets responses run to response_length. Raises ValueError."""
     if args.stop_token is not None and args.stop_token_id is not None:
-        raise ValueError('PPOConfig: stop_token and stop_token_id are given; give one of them')
+        raise ValueError(f'{type(args).__name__}: stop_token and stop_token_id are given; give one of them')
     if args.stop_token is None:
         return args.stop_token_id
     if args.stop_token != 'eos':
-        raise ValueError(f"PPOConfig: stop_token={args.stop_token!r} is not known; use 'eos', or stop_token_id")
+        raise ValueError(
+            f"{type(args).__name__}: stop_token={args.stop_token!r} is not known; use 'eos', or stop_token_id"
+        )
     if tokenizer.eos_token_id is None:
-        raise ValueError("PPOConfig: stop_token='eos', but the tokenizer has no end token; give stop_token_id")
+        raise ValueError(
+            f"{type(args).__name__}: stop_token='eos', but the tokenizer has no end token; give stop_token_id"
+        )
     return tokenizer.eos_token_id
 
 
@@ -304,6 +308,8 @@ class PPOTrainer(LaterTrainer):
     """
 
     has_batch_events = False
+    CONFIG: ClassVar[type] = PPOConfig
+    UNSUPPORTED: ClassVar[Mapping[str, Entry]] = UNSUPPORTED['second']
 
     def __init__(
         self,
@@ -325,6 +331,7 @@ class PPOTrainer(LaterTrainer):
         policy: Any = None,
         ref_policy: Any = None,
     ) -> None:
+        owner = type(self).__name__
         args = _either('args', args, 'config', config)
         model = _either('model', model, 'policy', policy)
         ref_model = _either('ref_model', ref_model, 'ref_policy', ref_policy)
@@ -335,7 +342,7 @@ class PPOTrainer(LaterTrainer):
         optimizer = next((x for x in optimizers if x is not None), None)
         one_each = 'policy and value model have one each; give optim, learning_rate and lr_scheduler_type'
         refuse(
-            'PPOTrainer',
+            owner,
             {
                 'data_collator': (data_collator, 'prompts are batched here, without padding; leave it out'),
                 'optimizers': (optimizer, one_each),
@@ -343,21 +350,21 @@ class PPOTrainer(LaterTrainer):
         )
         needed = {'args': args, 'model': model, 'reward_model': reward_model, 'train_dataset': train_dataset}
         if missing := [name for name, value in needed.items() if value is None]:
-            raise ValueError(f'PPOTrainer: {missing[0]} is needed')
+            raise ValueError(f'{owner}: {missing[0]} is needed')
         if ref_model is not None and ref_model is model:
-            raise ValueError('PPOTrainer: ref_model is the model itself; give a copy of it, or None')
+            raise ValueError(f'{owner}: ref_model is the model itself; give a copy of it, or None')
         if isinstance(args, PPOConfig):
             args.resolve('second')
-        args = resolved(args, PPOConfig, 'trainer_output', UNSUPPORTED['second'])
+        args = resolved(args, self.CONFIG, 'trainer_output', self.UNSUPPORTED)
         words = tokenizer_of(processing_class, tokenizer, model)
         stop_id = stop_id_of(args, words)
         if args.missing_eos_penalty is not None and not args.missing_eos_penalty > 0:
-            raise ValueError(f'PPOConfig: missing_eos_penalty={args.missing_eos_penalty} must be positive')
+            raise ValueError(f'{type(args).__name__}: missing_eos_penalty={args.missing_eos_penalty} must be positive')
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         note_model(words, load_config(model) if isinstance(model, (str, Path)) else model.config)
         self.prompts = prompts_of(train_dataset, words)
         super().__init__(args, words, callbacks, strategy_of(args))
-        self.sizes = sizes_of(args, len(self.prompts), self.strategy.world_size)
+        self.sizes = self.sizes_for(len(self.prompts))
         self._note_sizes()
 
         model = policy_of(model, args)
@@ -366,19 +373,21 @@ class PPOTrainer(LaterTrainer):
         reward = reward_of(reward_model)
         if value_model is not None and value_model is reward_model:
             value_model = deepcopy(value_model)  # one is trained, the other is not
-        critic = critic_of(value_model, reward, model, args)
+        critic = self.make_critic(value_model, reward, model)
         model = adapted(model, peft_config)
         self.is_peft_model = has_lora(model)
         if ref_model is None and not self.is_peft_model:
             ref_model = deepcopy(model)
         actor, initial = Actor(model), None if ref_model is None else Actor(policy_of(ref_model, args))
         self.policy_model, self.ref_model = model, ref_model
-        self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
+        self.reward_model = reward_model
+        self.value_model = value_model if value_model is not None or critic is None else critic.model
 
         strategy = self.strategy
-        pairs = [(m, arguments.make_optimizer(args, strategy, m)) for m in (actor, critic)]
-        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
-        config = ppo_settings(args, self.sizes, longest_prompt + args.response_length)
+        pairs = [m and (m, arguments.make_optimizer(args, strategy, m)) for m in (actor, critic)]
+        (actor, actor_optim), prepared, initial = strategy.prepare(*pairs, initial)
+        critic, critic_optim = prepared or (None, None)
+        config = self.settings_for(longest_prompt + args.response_length)
         self._plain_scorer = as_scorer(
             strategy.prepare(reward) if isinstance(reward, nn.Module) else reward,
             max_tokens_per_batch=config.max_tokens_per_batch,
@@ -386,7 +395,7 @@ class PPOTrainer(LaterTrainer):
         scorer: Any = self._plain_scorer
         if args.missing_eos_penalty is not None:
             if words.eos_token_id is None:
-                raise ValueError('PPOConfig: missing_eos_penalty needs a tokenizer with an end token')
+                raise ValueError(f'{type(args).__name__}: missing_eos_penalty needs a tokenizer with an end token')
             scorer = EndPenalty(scorer, args.missing_eos_penalty, words.eos_token_id)
         pad = words.pad_token_id
         self.generation = {
@@ -419,6 +428,18 @@ class PPOTrainer(LaterTrainer):
         self._ratios: list[float] = []
         self._losses: list[float] = []
         self._started = time.perf_counter()
+
+    def sizes_for(self, num_prompts: int) -> Sizes:
+        """Returns the sizes of a run over a number of prompts."""
+        return sizes_of(self.args, num_prompts, self.strategy.world_size)
+
+    def settings_for(self, longest: int) -> OurConfig:
+        """Returns our settings. `longest`: tokens of the longest sequence."""
+        return ppo_settings(self.args, self.sizes, longest)
+
+    def make_critic(self, value_model: Any, reward: Any, policy: Any) -> Critic | None:
+        """Returns the critic; None for a method without one."""
+        return critic_of(value_model, reward, policy, self.args)
 
     def _note_sizes(self) -> None:
         """Writes the sizes to the config, where scripts read them."""
@@ -463,7 +484,7 @@ class PPOTrainer(LaterTrainer):
         self.state.epoch = self.state.episode / len(self.prompts)
         logs = self._trl_metrics(metrics)
         self._ratios.clear()
-        self._losses.append(logs['loss/policy_avg'] + self.args.vf_coef * logs['loss/value_avg'])
+        self._losses.append(logs['loss/policy_avg'] + self.args.vf_coef * logs.get('loss/value_avg', 0.0))
         self.log({**logs, 'epoch': self.state.epoch})
         metrics.update(logs)
         self.bridge.notify('on_step_end')

@@ -18,7 +18,7 @@ from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLat
 from chatgpt_compat.trl.training import causal_lm, max_length_of
 
 OF_SFT = {
-    'packing_strategy': warned('records are packed in the order given, and never see each other'),
+    'packing_strategy': warned('records are packed in the order given'),
     'eval_packing': warned('what is evaluated is packed as what is trained'),
     'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
     'chat_template_path': refused("set the tokenizer's chat_template"),
@@ -81,11 +81,12 @@ class SFTTrainer(OfflineLaterTrainer):
 
     def records(self, dataset: Any) -> list[Sequence]:
         limit = max_length_of(self.args, 'max_length', self.model)
+        streams = self.args.packing and self.before_0_12
         found = sequences_of(
             dataset,
             self.processing_class,
             self.args,
-            limit,
+            None if streams else limit,
             self.formatting_func,
             apart=is_encoder_decoder(self.model),
             ends=self.args.packing or not self.before_0_12,
@@ -93,7 +94,7 @@ class SFTTrainer(OfflineLaterTrainer):
         if self.args.packing:
             if limit is None:
                 raise ValueError('SFTConfig: packing=True needs max_length')
-            return stream_of(found, limit) if self.before_0_12 else pack(found, limit)
+            return stream_of(found, limit) if streams else pack(found, limit)
         return found
 
 

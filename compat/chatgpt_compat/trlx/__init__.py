@@ -28,6 +28,7 @@ SERVED: dict[str, str] = {
     **at('models.modeling_ppo trainer.nn.ppo_models model.nn.ppo_models', f'{_HERE}.config', 'PPOConfig'),
     **at('models.modeling_ilql trainer.nn.ilql_models model.nn.ilql_models', f'{_HERE}.config', 'ILQLConfig'),
     **at('trainer.accelerate_sft_trainer', f'{_HERE}.config', 'SFTConfig'),
+    **at('trainer.accelerate_rft_trainer', f'{_HERE}.config', 'RFTConfig'),
     **at('. trlx', f'{_HERE}.entry', 'train'),
     **at('utils', f'{_HERE}.entry', 'set_seed print_rank_0'),
     **at('trainer trainer.accelerate_base_trainer', f'{_HERE}.trainers', 'AccelerateRLTrainer'),
@@ -35,6 +36,7 @@ SERVED: dict[str, str] = {
     **at('trainer.accelerate_ppo_trainer', f'{_HERE}.trainers', 'AcceleratePPOTrainer'),
     **at('trainer.accelerate_ilql_trainer', f'{_HERE}.trainers', 'AccelerateILQLTrainer'),
     **at('trainer.accelerate_sft_trainer', f'{_HERE}.trainers', 'AccelerateSFTTrainer'),
+    **at('trainer.accelerate_rft_trainer', f'{_HERE}.rft', 'AccelerateRFTTrainer'),
     **at('pipeline', f'{_HERE}.pipeline', 'BasePipeline register_datapipeline'),
     **at('pipeline.offline_pipeline', f'{_HERE}.pipeline', 'PromptPipeline tokenize_dialogue'),
     **at('data.accelerate_base_datatypes', f'{_HERE}.pipeline', 'PromptElement PromptBatch'),
@@ -82,7 +84,6 @@ INSTEAD: dict[str, str] = {
     'pipeline.BaseRolloutStore': 'trainer.store, the experience of the latest phase',
     'data.ppo_types': 'chatgpt.types.Experience, one record per rollout, unpadded',
     'data.ilql_types': 'chatgpt.trainer.rewarded: records of tokens with rewards',
-    'trainer.accelerate_rft_trainer': 'chatgpt.trainer.RFTTrainer, or chatgpt-rlhf rft (docs/algorithms/rft.md)',
     'utils.modeling': 'chatgpt.functional: whiten, log-probs, losses, as functions of flat tensors',
 }
 """name under `trlx` that is not served → what to write instead"""

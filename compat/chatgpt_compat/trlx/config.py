@@ -205,12 +205,11 @@ class Register:
         return self.known[key]
 
 
-RFT = 'chatgpt.trainer.RFTTrainer, or chatgpt-rlhf rft'
 NEMO = (
     'this library shards with FSDP or ColossalAI; start from default_ppo_config, default_ilql_config or '
     'default_sft_config and the Accelerate trainer, under torchrun'
 )
-_METHODS = Register('method configs', {'rft': RFT})
+_METHODS = Register('method configs')
 register_method, get_method = _METHODS.add, _METHODS.find
 
 
@@ -266,6 +265,16 @@ class ILQLConfig(MethodConfig):
 @dataclass(kw_only=True)
 class SFTConfig(MethodConfig):
     gen_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@register_method
+@dataclass(kw_only=True)
+class RFTConfig(MethodConfig):
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)
+    start_percentile: float = 0.7
+    end_percentile: float = 0.95
+    n_improve_steps: int = 4
+    n_generations_per_prompt: int = 32
 
 
 # ---------------------------------------------------------------------- the whole config

@@ -10,6 +10,7 @@ from chatgpt_compat.trl.core import set_seed as set_all_seeds
 from chatgpt_compat.trlx import settings
 from chatgpt_compat.trlx.config import TRLConfig, default_ilql_config, default_ppo_config, default_sft_config, unknown
 from chatgpt_compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline
+from chatgpt_compat.trlx.rft import AccelerateRFTTrainer  # noqa: F401  # registers it
 from chatgpt_compat.trlx.trainers import trainer_class_of
 
 

@@ -32,12 +32,12 @@ from chatgpt_compat.peft import lora_arguments
 from chatgpt_compat.statistics import evaluated
 from chatgpt_compat.trlx import settings
 from chatgpt_compat.trlx.callbacks import Checkpoints, RolloutFiles, Statistics, StepEvaluator, StopAtSteps
-from chatgpt_compat.trlx.config import NEMO, RFT, Register, TRLConfig
+from chatgpt_compat.trlx.config import NEMO, Register, TRLConfig
 from chatgpt_compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue, tokenize_pair
 from chatgpt_compat.trlx.rewards import OnRank0, RewardFunction, metric_function
 from chatgpt_compat.trlx.settings import Sweep
 
-_TRAINERS = Register('trainers', {'nemo': NEMO, 'acceleraterft': RFT})
+_TRAINERS = Register('trainers', {'nemo': NEMO})
 register_trainer = _TRAINERS.add
 OLD_NAMES = {
     'AcceleratePPOModel': 'AcceleratePPOTrainer',
@@ -53,7 +53,7 @@ def trainer_class_of(name: str) -> type[Any]:
 
 
 class AccelerateRLTrainer(ABC):
-    """Base of the three trainers.
+    """Base of the trainers.
 
     Args:
         config: a `TRLConfig`.
@@ -257,23 +257,24 @@ class AccelerateRLTrainer(ABC):
     # ------------------------------------------------------------------ generation
 
     @torch.no_grad()
-    def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+    def generate(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Returns padded prompts and responses (B, S + A), sampled as in rollouts; for an encoder-decoder the start
         token and responses (B, 1 + A).
 
         Args:
             input_ids: (B, S) int64, padded on either side.
             attention_mask: (B, S), 1 = a token that counts; None counts all but pad tokens.
-            **kwargs: generation keywords that replace the config's.
+            **kwargs: generation keywords that replace the config's. With `return_dict_in_generate` the result is that
+                of the policy's own `generate`, with `output_scores` the scores; tokens come from torch's generator.
         """
         return self._generate(input_ids, attention_mask, settings.generation(self.config, experience=True) | kwargs)
 
     @torch.no_grad()
-    def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+    def generate_eval(self, input_ids: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         """Returns as `generate`, with the keywords of evaluations."""
         return self._generate(input_ids, attention_mask, self.generate_kwargs | kwargs)
 
-    def _generate(self, input_ids: Any, attention_mask: Any, gen: Mapping[str, Any]) -> Tensor:
+    def _generate(self, input_ids: Any, attention_mask: Any, gen: Mapping[str, Any]) -> Any:
         pad = self.tokenizer.pad_token_id
         ids = torch.as_tensor(input_ids, dtype=torch.int64).cpu()
         mask = ids != pad if attention_mask is None else torch.as_tensor(attention_mask).cpu().bool()
@@ -281,6 +282,13 @@ class AccelerateRLTrainer(ABC):
         plain = {name: value[0] if isinstance(value, list) and value else value for name, value in gen.items()}
         actor = next(iter(self.trainer.models().values()))
         unwrapped = self.strategy.unwrap(actor)
+        if plain.pop('return_dict_in_generate', False):
+            with self.policy(actor, plain) as full:
+                device = next(full.parameters()).device
+                known = {'attention_mask': mask.long().to(device), 'pad_token_id': pad, 'return_dict_in_generate': True}
+                return full.model.generate(ids.to(device), **known | plain)
+        for name in ('output_scores', 'output_logits'):  # of a dict
+            plain.pop(name, None)
         sampling, stops = sampling_for(unwrapped, self.tokenizer, settings.sampling_keywords(plain, ()))
         collector = Collector(
             self.strategy,
