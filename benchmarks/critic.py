@@ -359,10 +359,11 @@ def page(results: harness.Results) -> None:
                     rows.append(
                         [name, method, f'{own[0]["kind"]}, lr {own[0]["lr"]:g}', *columns(own, runs['ppo'], ends)]
                     )
-                for r in own:
-                    points = [(row['cpu_s'], row['score']) for row in r['rows']]
-                    label = method if r is own[0] else None
-                    axis.plot(*zip(*points, strict=True), color=f'C{number}', label=label, alpha=0.7)
+                    bins = [on_the_way_at(own, at, ends['cpu_s'] / 12) for at in range(12)]
+                    middle, low, high = zip(*bins, strict=True)
+                    at = [(i + 0.5) * ends['cpu_s'] / 12 for i in range(12)]
+                    axis.plot(at, middle, color=f'C{number}', label=method)
+                    axis.fill_between(at, low, high, color=f'C{number}', alpha=0.15)
             axis.set(title=name, xlabel='CPU seconds', ylabel='score of training episodes')
     head = ['task', 'method', 'best trial', 'at equal CPU seconds', 'PPO ahead by', 'at equal episodes', 'PPO ahead by']
     head += ['on the way, CPU seconds', 'PPO ahead by', 'CPU ms per episode', 'explained variance, first actor step']
@@ -400,6 +401,15 @@ def until(record: dict[str, Any]) -> float:
     return float(rows[-1]['episodes'])
 
 
+def on_the_way_at(records: list[dict[str, Any]], number: int, width: float) -> tuple[float, float, float]:
+    """Returns the mean, lowest and highest of the runs' mean scores in the CPU seconds of bin `number`."""
+    means = [
+        statistics.mean(row['score'] for row in r['rows'] if number * width <= row['cpu_s'] < (number + 1) * width)
+        for r in records
+    ]
+    return statistics.mean(means), min(means), max(means)
+
+
 def columns(own: list[dict[str, Any]], ppo: list[dict[str, Any]], ends: dict[str, float]) -> list[str]:
     """Returns the cells of a method beside PPO's."""
     cells = []
@@ -412,8 +422,8 @@ def columns(own: list[dict[str, Any]], ppo: list[dict[str, Any]], ends: dict[str
         paired = own is not ppo and len(own) == len(ppo)
         cells += [harness.mean_and_spread(mine), harness.interval([value(r) for r in ppo], mine) if paired else '']
     cost = statistics.median(1000 * r['rows'][-1]['cpu_s'] / r['rows'][-1]['episodes'] for r in own)
-    first = [found for r in own if (found := first_explained(r)) is not None]
-    return [*cells, f'{cost:.0f}', harness.mean_and_spread(first, '.2f') if first else '']
+    first = [found for r in own if r['method'] == 'ppo' and (found := first_explained(r)) is not None]
+    return [*cells, f'{cost:.1f}', harness.mean_and_spread(first, '.2f') if first else '']
 
 
 def first_explained(record: dict[str, Any]) -> float | None:
