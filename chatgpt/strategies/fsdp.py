@@ -325,7 +325,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _whole(self, tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Yields the full tensors in fp32, one at a time. Collective: exhaust it on every rank."""
         for name, tensor in tensors:
-            yield name, parts.join(name, whole_tensor(tensor.detach(), self.device))
+            full = whole_tensor(tensor.detach(), self.device)
+            yield name, parts.join(name, full.float() if full.is_floating_point() else full)
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:

@@ -178,6 +178,11 @@ def frozen_shards(folder: str, narrow: bool) -> tuple[list[float], dict[str, str
             with strategy.accumulate(actor, last=True):
                 strategy.backward(actor(collate(ANSWER)).logprobs.sum(), actor, optimizer)
             assert strategy.optimizer_step(optimizer) > 0
+            folded = []
+            for on_disk in (None, folder):
+                with strategy.full_model(actor, torch.float32, on_disk=on_disk) as full:
+                    folded.append({n: p.clone() for n, p in full.named_parameters() if n.endswith('.weight')})
+            assert all(torch.equal(folded[1][n], weight) for n, weight in folded[0].items()) or strategy.rank
         return logprobs, dtypes, exact
     finally:
         FSDPStrategy._keep_narrow = kept  # type: ignore[method-assign]
