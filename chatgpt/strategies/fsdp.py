@@ -37,7 +37,14 @@ from torch.optim import Optimizer
 from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
-from chatgpt.strategies.copies import Offloaded, OffloadedShards, fold_adapters, narrow_states
+from chatgpt.strategies.copies import (
+    Offloaded,
+    OffloadedShards,
+    fold_adapters,
+    narrow_states,
+    readable,
+    with_parameters,
+)
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
@@ -48,12 +55,10 @@ from chatgpt.strategies.streaming import (
     check_stream_blocks,
     gathered_state,
     on_meta,
-    readable,
     set_buffers,
     streams,
     transformer_blocks,
     whole_copy,
-    with_parameters,
 )
 from chatgpt.strategies.sums import Sums, exact_norm, local_part, tree_reduce_scatter
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group
