@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,13 @@ from transformers import AutoModel
 from chatgpt.batching import collate
 from chatgpt.launch import recipes
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.models import build_critic
 from chatgpt.launch.runs import PPORun
-from chatgpt.nn import AutoActor, AutoCritic, CategoricalHead, Critic, RewardModel
+from chatgpt.nn import AutoActor, AutoCritic, CategoricalHead, Critic, RewardModel, load_config, load_tokenizer
+from chatgpt.strategies import FSDPStrategy
 from chatgpt.testing.fakes import byte_tokenizer, char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 
 BATCH = collate(tiny_sequences(4))
@@ -52,18 +55,15 @@ def test_a_critic_is_written_with_its_head_and_a_later_run_starts_from_it(run, t
     saved = Critic.from_pretrained(folder)
     torch.testing.assert_close(values(saved), values(critic), rtol=0, atol=0)
     assert values(saved).abs().max() > 0.05, 'it has learned something'
-    assert char_tokenizer().get_vocab() == _vocab(folder) and AutoModel.from_pretrained(folder).config.n_layer == 2
+    assert (
+        char_tokenizer().get_vocab() == load_tokenizer(folder).get_vocab()
+        and AutoModel.from_pretrained(folder).config.n_layer == 2
+    )
     card = (folder / 'README.md').read_text()
     assert 'a value model' in card and '--critic_from' in card and 'from chatgpt.nn import Critic' in card
     assert 'nats per response' not in card and 'a language model' in (tmp_path / 'a/actor/README.md').read_text()
     again = run('b', critic_lr=0.0, critic_from=folder).critic
     torch.testing.assert_close(values(again), values(saved), rtol=0, atol=0)
-
-
-def _vocab(folder: Path) -> dict[str, int]:
-    from chatgpt.nn import load_tokenizer
-
-    return load_tokenizer(folder).get_vocab()
 
 
 def test_a_smaller_model_and_a_reward_model_start_a_critic(run, tmp_path):
@@ -84,6 +84,41 @@ def test_a_smaller_model_and_a_reward_model_start_a_critic(run, tmp_path):
     torch.testing.assert_close(critic.value_head.bias, torch.tensor([-0.75]), rtol=0, atol=1e-6)
     bins = run('c', critic_from=tmp_path / 'scorer', critic_loss='categorical').critic
     assert bins.value_head.support == {'bins': 101, 'low': -10.0, 'high': 10.0}, 'a score says nothing of bins'
+
+
+def on_meta(folders: dict[str, dict[str, Any]]) -> list[list[float]]:
+    """Builds critics on the meta device, as a sharded strategy does, and returns their values."""
+    found = []
+    with FSDPStrategy(seed=1, device='cpu', meta_init=True) as strategy:
+        for folder, settings in folders.items():
+            run = PPORun(pretrain='gpt2', critic_from=folder, **settings)
+            inputs = Inputs(run=run, settings=run.config(), tokenizer=None, critic_config=load_config(folder))
+            with strategy.model_init_context():
+                critic = build_critic(inputs)
+                assert all(p.is_meta for p in critic.parameters())
+            critic, _ = strategy.prepare((critic, strategy.make_optimizer(critic.parameters())))
+            found.append(values(critic).tolist())
+    return found
+
+
+def test_a_critic_is_read_shard_by_shard(tmp_path):
+    """A critic with bins, and a reward model with a mean to subtract: the same values as read whole."""
+    torch.manual_seed(0)
+    config = tiny_config('gpt2', vocab_size=16, positions=32)
+    bins, scorer = (
+        AutoCritic(config=config, value_head=CategoricalHead(32, **BINS)),
+        RewardModel(AutoCritic(config=config).model),
+    )
+    with torch.no_grad():
+        bins.value_head.weight.mul_(1e3)
+    scorer.calibrate(0.75)
+    for name, model in (('bins', bins), ('scorer', scorer)):
+        model.save_pretrained(tmp_path / name)
+    want = [values(bins).tolist(), values(Critic.from_reward_model(scorer)).tolist()]
+    loss = {'critic_loss': 'categorical', 'critic_loss_settings': BINS}
+    folders = {str(tmp_path / 'bins'): loss, str(tmp_path / 'scorer'): {}}
+    for got in run_distributed(on_meta, 2, folders):
+        assert got == [pytest.approx(each, rel=1e-4, abs=1e-5) for each in want]
 
 
 def test_a_categorical_critic_is_written_with_its_bins_and_learns(run, tmp_path):

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import SMALL_CHUNKS
 from tiny_runs import check_resume, fit, outcome, ppo
 
 from chatgpt.batching import collate
-from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.callbacks import SaveCheckpoint
@@ -116,9 +118,9 @@ def test_a_resume_in_the_warm_up_continues_to_the_bit(tmp_path, kind):
     assert run.log.phases[3]['ppo/num_updates'] > 0
 
 
-def resumed(strategy: Any, folder: Any, kind: str) -> dict[str, Any]:
+def resumed(strategy: Any, folder: Any, kind: str, **more: Any) -> dict[str, Any]:
     """Runs three phases, two of them the warm-up, and again from a checkpoint after the first; returns the outcome."""
-    whole, rest = ppo(strategy, **KINDS[kind]), ppo(strategy, **KINDS[kind])
+    whole, rest = ppo(strategy, **KINDS[kind], **more), ppo(strategy, **KINDS[kind], **more)
     before = state(whole)
     fit(whole, 1).save_checkpoint(folder)
     fit(whole, 1)
@@ -132,16 +134,16 @@ def resumed(strategy: Any, folder: Any, kind: str) -> dict[str, Any]:
     return outcome(strategy, whole)
 
 
-def on_ranks(cls: Any, folder: Any, kind: str, numerics: dict[str, Any]) -> dict[str, Any]:
-    with cls(seed=3, device='cpu', **numerics) as strategy:
-        return resumed(strategy, folder, kind)
+def on_ranks(cls: Any, folder: Any, kind: str, options: dict[str, Any], family: str = 'gpt2') -> dict[str, Any]:
+    with cls(seed=3, device='cpu', **options) as strategy:
+        return resumed(strategy, folder, kind, config=tiny_config(family, heads=4, positions=48))
 
 
 @pytest.mark.parametrize('cls', [DDPStrategy, FSDPStrategy])
 @pytest.mark.parametrize('kind', ['separate', 'shared', 'shared hydra'])
 def test_two_ranks_warm_up_as_one_does_and_resume(cls, kind, tmp_path):
     with NaiveStrategy(seed=3, device='cpu') as strategy:
-        want = resumed(strategy, tmp_path / 'one', kind)
+        want = resumed(strategy, tmp_path / 'one', kind, config=tiny_config('gpt2', heads=4, positions=48))
     got, _ = run_distributed(on_ranks, 2, cls, tmp_path / 'two', kind, {})
     assert got['samples'] == want['samples']
     for a, b in zip(got['metrics'], want['metrics'], strict=True):
@@ -155,10 +157,28 @@ def test_two_ranks_warm_up_as_one_does_and_resume(cls, kind, tmp_path):
 def test_an_exact_run_has_the_same_bits_on_two_ranks(cls, kind, tmp_path):
     numerics = {'reproducible': 'exact', 'precision': 'fp32'}
     with NaiveStrategy(seed=3, device='cpu', **numerics) as strategy:
-        want = resumed(strategy, tmp_path / 'one', kind)
+        want = resumed(strategy, tmp_path / 'one', kind, config=tiny_config('gpt2', heads=4, positions=48))
     got, _ = run_distributed(on_ranks, 2, cls, tmp_path / 'two', kind, numerics)
     assert got['metrics'] == want['metrics']
     assert all(not differing(want['weights'][model], got['weights'][model]) for model in want['weights'])
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ('cls', 'kind', 'options'),
+    [
+        (ColossalAIStrategy, 'separate', {'stage': 2, 'precision': 'fp32'}),
+        (ColossalAIStrategy, 'shared', {'stage': 2, 'precision': 'fp32'}),
+        (ColossalAIStrategy, 'separate', {'stage': 3, 'precision': 'bf16'} | SMALL_CHUNKS),
+        (FSDPStrategy, 'separate', {'tensor_parallel': 2, 'precision': 'fp32'}),
+        (FSDPStrategy, 'shared', {'tensor_parallel': 2, 'precision': 'fp32'}),
+    ],
+    ids=['zero2', 'zero2 shared', 'gemini', 'tensor parallel', 'tensor parallel shared'],
+)
+def test_other_strategies_wait_and_resume(cls, kind, options, tmp_path):
+    family = 'llama' if 'tensor_parallel' in options else 'gpt2'
+    first, *_ = run_distributed(on_ranks, 2, cls, tmp_path / 'two', kind, options, family)
+    assert first['metrics'][2]['ppo/num_updates'] > 0
 
 
 def test_rollouts_survive_a_checkpoint_to_the_bit():
