@@ -30,18 +30,17 @@ from chatgpt.strategies.copies import (
     NarrowWeights,
     Offloaded,
     OffloadedWeights,
-    can_be_read,
     cast_copy,
     fits,
     lora_merged,
     matmul_weights,
-    readable,
     stored_weights,
 )
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
 from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
+from chatgpt.strategies.streaming import can_be_read, readable
 from chatgpt.strategies.sums import exact_norm
 
 

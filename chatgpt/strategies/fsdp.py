@@ -41,8 +41,6 @@ from chatgpt.strategies.copies import (
     fold_adapters,
     narrow,
     narrow_states,
-    readable,
-    with_parameters,
 )
 from chatgpt.strategies.machine import all_cores
 from chatgpt.strategies.memory import Layout, Memory, MemoryModel, ModelSize, ParameterSize, gathered_copy, of_numerics
@@ -63,10 +61,12 @@ from chatgpt.strategies.streaming import (
     check_stream_blocks,
     gathered_state,
     on_meta,
+    readable,
     set_buffers,
     streams,
     transformer_blocks,
     whole_copy,
+    with_parameters,
 )
 from chatgpt.strategies.sums import Sums, exact_norm, local_part
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group

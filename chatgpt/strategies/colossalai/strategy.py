@@ -34,12 +34,12 @@ from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, Upstrea
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.copies import Offloaded, fold_adapters, with_parameters
+from chatgpt.strategies.copies import Offloaded, fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
-from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy
+from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy, with_parameters
 from chatgpt.strategies.sums import exact_norm
 
 
