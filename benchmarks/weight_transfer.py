@@ -57,7 +57,7 @@ class Trainer:
         handshake = Handshake.of(Actor(self.model), 'RemoteEngine')
         manifest = plan_buckets(tensors, version=self.version, handshake=handshake, bucket_bytes=bucket_bytes)
         handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
-        self.ray.get([w.call.remote('fetch_weights', manifest, handles) for w in workers])
+        self.ray.get([w.call.remote('take_weights', manifest, handles) for w in workers])
         return time.perf_counter() - start
 
     def dictionary(self, workers: list[Any]) -> float:

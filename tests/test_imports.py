@@ -40,7 +40,7 @@ OPTIONAL |= {'colossalai': 'strategies/colossalai/', 'vllm': 'rollout/vllm', 'ra
 OPTIONAL |= {'datasets': 'data/', 'vaderSentiment': 'data/rewards/checkable', 'openenv': 'environments/openenv'}
 OPTIONAL |= {'liger_kernel': 'nn/head_kernels', 'optuna': 'launch/search/study'}
 OPTIONAL |= {'jinja2': 'monitor/', 'starlette': 'monitor/compare/', 'uvicorn': 'monitor/compare/'}
-PROCESS_GROUPS = ('strategies/', 'launch/', 'testing/', 'rollout/channel.py')
+PROCESS_GROUPS = ('strategies/', 'launch/', 'testing/')
 
 
 class Import(NamedTuple):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from chatgpt.rollout.local import LocalEngine
     from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers
     from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
-    from chatgpt.rollout.shared import NeighboursEngine, SharedEngine
+    from chatgpt.rollout.shared import SharedEngine
     from chatgpt.rollout.stop import StopStrings
     from chatgpt.rollout.stream import stream_tokens
     from chatgpt.rollout.vllm import VLLMEngine
@@ -39,7 +39,6 @@ __all__ = [
     'RolloutWorkers',
     'SamplingParams',
     'SharedEngine',
-    'NeighboursEngine',
     'StopStrings',
     'VLLMEngine',
     'VLLMRemoteEngine',

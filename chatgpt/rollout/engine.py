@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.sampling import SamplingParams
-from chatgpt.rollout.wire import GatheredTensors, check_policy, checkpoint_tensors, merged
+from chatgpt.rollout.wire import check_policy, checkpoint_tensors, merged
 from chatgpt.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -186,11 +186,8 @@ class CheckedEngine(RolloutEngine):
             self.hold(actor)
         else:
             check_policy(actor, type(self).__name__)
-            gathered = getattr(actor.model, 'gathered', None)
-            with merged(actor.model) if gathered is None else nullcontext():
+            with merged(actor.model):
                 tensors, self.difference = self.tensors_of(actor.model), None
-                if gathered is not None:
-                    tensors = GatheredTensors(actor.model, tensors)
                 self.expect(Handshake.of(actor, type(self).__name__, self.tolerance))
                 self.transfer(actor.model, tensors)
         self._config = actor.model.config
@@ -210,10 +207,7 @@ class CheckedEngine(RolloutEngine):
         return checkpoint_tensors(model)
 
     def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the weights of a model.
-
-        tensors: by name; may be `GatheredTensors`, of which all ranks read the same ones in the same order.
-        """
+        """Copies the weights of a model."""
         raise NotImplementedError
 
     def end(self) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from chatgpt.nn.gathered import logits_after
-from chatgpt.nn.trunk import position_limit, text_config
+from chatgpt.nn.trunk import in_eval_mode, position_limit, text_config
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Prompt, Sample
 
@@ -58,16 +57,18 @@ class Handshake:
         length = LENGTHS[-1] if positions is None else max(1, min(LENGTHS[-1], positions - 1))
         ends = [n for n in LENGTHS if n <= length] or [length]
         parameter = next(actor.parameters())
-        ids = (torch.arange(1, length + 1) * 7919 % config.vocab_size).tolist()
-        gathered = getattr(actor, 'gathered', None)
-        logits = logits_after(actor, ids, ends, parameter.device) if gathered is None else gathered.logits(ids, ends)
+        ids = torch.arange(1, length + 1) * 7919 % config.vocab_size
+        row, position_ids = ids[None].to(parameter.device), torch.arange(length, device=parameter.device)[None]
+        with in_eval_mode(actor):
+            hidden = actor.trunk(row, position_ids=position_ids)[0]
+            logits = actor.head(hidden[[n - 1 for n in ends]])
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         if not torch.isfinite(logprobs).all():
             raise FloatingPointError(f'{engine}: log-probs of the actor are not finite, before it is given its weights')
         values, tokens = logprobs.topk(min(NUM_TOP_TOKENS, logprobs.shape[-1]), dim=-1)
         return cls(
             engine=engine,
-            prompt_ids=tuple(tuple(ids[:n]) for n in ends),
+            prompt_ids=tuple(tuple(ids[:n].tolist()) for n in ends),
             tokens=tuple(map(tuple, tokens.tolist())),
             logprobs=tuple(map(tuple, values.tolist())),
             dtype=parameter.dtype,

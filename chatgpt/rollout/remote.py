@@ -1,15 +1,11 @@
 """An engine that generates on workers in other processes or on other nodes.
 
-    begin(actor) ─▶ buckets of weights, version v, broadcast to every worker, or stored where every worker can read them
+    begin(actor) ─▶ buckets of weights, version v, stored where every worker can read them
     submit(...)  ─▶ chunks of prompts, each a request with its version of the weights ─▶ the least loaded worker
-    take(ticket) ◀─ samples in the order of the prompts; another worker repeats the open requests of a dead one
+    take(ticket) ◀─ samples in the order of the prompts; the replacement of a dead worker repeats its open requests
 
 Workers generate while the trainer learns. A request refers to a version of the weights, and draws depend on (seed,
 sample index, position), so samples depend neither on the number of workers nor on replacements.
-
-The trainer holds one bucket and one tensor at a time. A broadcast waits until every worker has answered its earlier
-requests, so that all open requests refer to the version that all workers have. The object store keeps the versions that
-open requests refer to.
 """
 
 from __future__ import annotations
@@ -17,19 +13,16 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from chatgpt.rollout.call import Call
-from chatgpt.rollout.channel import Channel, name_of_device
 from chatgpt.rollout.engine import Abilities, CheckedEngine
 from chatgpt.rollout.local import LocalEngine, check_local
 from chatgpt.rollout.wire import (
     BUCKET_BYTES,
-    HOST,
     Around,
     Manifest,
     ModelSpec,
@@ -41,7 +34,6 @@ from chatgpt.rollout.wire import (
 )
 from chatgpt.types import Sample
 
-WeightTransfer = Literal['auto', 'nccl', 'gloo', 'store']
 _IDLE_CHECK_AFTER = 4  # calls of `take` after which idle workers are reported
 
 
@@ -67,8 +59,8 @@ class RolloutWorkers(Protocol):
         """Queues a request and returns a handle at once."""
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        """Queues a call of a worker's method and returns a handle for `wait`. Like `host`, it is used only where
-        weights are broadcast or workers run vLLM."""
+        """Queues a call of a worker's method and returns a handle for `wait`; may be called from any thread. Like
+        `host`, it is used only by engines that do not send weights by `put`."""
 
     def host(self) -> str:
         """Returns an address of this machine that workers can reach."""
@@ -95,7 +87,9 @@ class Weights:
 
     manifest: Manifest
     buckets: list[Any] = field(default_factory=list)
-    """handles of `RolloutWorkers.put`; empty if the version is broadcast"""
+    """handles of `RolloutWorkers.put`; empty if the version is sent to workers in another way"""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """in that case the tensors, to make buckets for a replaced worker"""
 
 
 @dataclass(eq=False)
@@ -130,9 +124,6 @@ class RemoteEngine(CheckedEngine):
             worker, with the same bits as a `LocalEngine` on a CPU; several workers are then busy only if several calls
             are in progress.
         bucket_bytes: maximum number of bytes in a bucket of weights.
-        weight_transfer: 'nccl' broadcasts buckets from this process's GPU to those of all workers, 'gloo' through host
-            memory; 'store' stores them by `RolloutWorkers.put`. 'auto' is 'nccl' where weights and workers are on
-            different GPUs, else 'store'.
         max_restarts: number of consecutive deaths of a worker, without an answer in between, that are tolerated.
         engine_options: keyword arguments of the workers' `LocalEngine`.
     """
@@ -145,12 +136,9 @@ class RemoteEngine(CheckedEngine):
         *,
         chunk_size: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        weight_transfer: WeightTransfer = 'auto',
         max_restarts: int = 3,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if weight_transfer not in ('auto', 'nccl', 'gloo', 'store'):
-            raise ValueError(f'weight_transfer={weight_transfer!r} is not one of auto, nccl, gloo, store')
         if (chunk_size is not None and chunk_size < 1) or bucket_bytes < 8 or max_restarts < 0:
             raise ValueError(
                 f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; '
@@ -159,12 +147,7 @@ class RemoteEngine(CheckedEngine):
         self.engine_options = dict(engine_options or {})
         self._check_options()
         self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
-        self.weight_transfer, self.max_restarts = weight_transfer, max_restarts
-        self.way = ''
-        """transfer of weights: 'nccl', 'gloo' or 'store'; empty before the first `begin`"""
-        self._channel: Channel | None = None
-        self._bare: set[int] = set()
-        """workers that have not received the latest weights"""
+        self.max_restarts = max_restarts
         self.version = 0
         """version of the latest weights: the number of calls of `begin`"""
         self.num_replaced = 0
@@ -179,8 +162,6 @@ class RemoteEngine(CheckedEngine):
         self._deaths = [0] * workers.num_workers
         self._num_taken = self._most_busy = 0
         self._closed = False
-
-    _processes_per_worker = 1
 
     def _check_options(self) -> None:
         LocalEngine(**self.engine_options)  # raises for invalid options
@@ -230,12 +211,7 @@ class RemoteEngine(CheckedEngine):
         manifest = plan_buckets(
             tensors, version=self.version, handshake=self._handshake, bucket_bytes=self.bucket_bytes
         )
-        self.way = self.way or self._chosen_way(model)
-        if self.way == 'store':
-            self._weights = Weights(manifest, [self.workers.put(b) for b in fill_buckets(manifest, tensors)])
-        else:
-            self._broadcast(manifest, tensors, _device_of(model))
-            self._weights = Weights(manifest)
+        self._weights = self._publish_weights(manifest, tensors)
 
     def _spec_of(self, model: Any) -> ModelSpec:
         return ModelSpec.of(model)
@@ -248,95 +224,12 @@ class RemoteEngine(CheckedEngine):
         """Returns the tensors that the workers' model takes. Called after the workers have started."""
         return tensors
 
-    # ------------------------------------------------------------------ weights
+    def _publish_weights(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
+        """Makes a version of the weights available to the workers before requests refer to it."""
+        return Weights(manifest, self._buckets(manifest, tensors))
 
-    def _chosen_way(self, model: Any) -> str:
-        """Returns the transfer of weights. ValueError if the requested one is not possible."""
-        own, given = _device_of(model), self.weight_transfer
-        if given in ('store', 'gloo') or (given == 'auto' and own.type != 'cuda'):
-            return 'store' if given == 'auto' else given
-        workers = range(self.workers.num_workers)
-        gpus = [gpu for w in workers for gpu in self.workers.wait(self.workers.call(w, 'gpus'))]
-        apart = own.type == 'cuda' and all(gpus) and name_of_device(own) not in gpus
-        if given == 'nccl' and not apart:
-            raise ValueError(
-                f"weight_transfer='nccl' sends from a GPU to others, and these weights are on {own} and the workers on "
-                f"{', '.join(sorted(set(gpus))) if all(gpus) else 'a CPU'}; use weight_transfer='store', or auto"
-            )
-        return 'nccl' if apart else 'store'
-
-    def _broadcast(self, manifest: Manifest, tensors: Mapping[str, Tensor], own: torch.device) -> None:
-        """Sends buckets to all workers at once, behind their earlier requests. If a worker dies, it is replaced and
-        all buckets are sent again."""
-        device = own if self.way == 'nccl' else HOST
-        handles: dict[int, Any] = {}
-        while True:
-            handles.clear()
-            try:
-                while any(self._queues):  # what a worker has not answered would be lost with the weights before
-                    self._receive(next(queue for queue in self._queues if queue)[0])
-                self._all('barrier')
-                if self._channel is None:
-                    self._join(device)
-                assert self._channel is not None
-                for worker in range(self.workers.num_workers):
-                    handles[worker] = self.workers.call(worker, 'receive', manifest)
-                for bucket in fill_buckets(manifest, tensors, device):
-                    self._channel.broadcast(bucket, lambda: self._watch(handles))
-                for handle in handles.values():
-                    self.workers.wait(handle)
-                self._bare.clear()
-                return
-            except Exception as error:
-                self._leave()
-                self._replace_dead(manifest, handles, error)
-
-    def _all(self, method: str, *args: Any) -> None:
-        """Calls a method of all workers and waits for it."""
-        handles = [self.workers.call(worker, method, *args) for worker in range(self.workers.num_workers)]
-        for handle in handles:
-            self.workers.wait(handle)
-
-    def _join(self, device: torch.device) -> None:
-        """Makes a channel to all workers."""
-        num, each = self.workers.num_workers, self._processes_per_worker
-        self._channel = Channel(self.way, (self.workers.host(), 0), 0, 1 + num * each, device)
-        handles = [
-            self.workers.call(w, 'join', self.way, self._channel.address, 1 + w * each, 1 + num * each)
-            for w in range(num)
-        ]
-        self._channel.join()
-        for handle in handles:
-            self.workers.wait(handle)
-
-    def _leave(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-
-    def _watch(self, handles: Mapping[int, Any]) -> None:
-        """Raises the error of a worker that has stopped to receive."""
-        for handle in handles.values():
-            if self.workers.ready(handle):
-                self.workers.wait(handle)
-
-    def _replace_dead(self, manifest: Manifest, handles: Mapping[int, Any], error: Exception) -> None:
-        """Replaces the workers that died in a transfer. Raises the error of a worker, or that of this process, if none
-        did."""
-        died: dict[int, WorkerDied] = {}
-        for worker in range(self.workers.num_workers):
-            try:
-                self.workers.wait(handles[worker] if worker in handles else self.workers.call(worker, 'barrier'))
-            except WorkerDied as death:
-                died[worker] = death
-            except Exception as raised:
-                error = error if isinstance(error, WorkerDied) or died else raised
-        if not died:
-            raise RuntimeError(
-                f'sending weights {manifest.version} by {self.way}: {type(error).__name__}: {error}'
-            ) from error
-        for worker, cause in died.items():
-            self._replace(worker, cause)
+    def _buckets(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Any]:
+        return [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
 
     def check_weights(self) -> None:
         """Does nothing: workers check weights when they load them, and `_receive` rejects samples of unchecked ones."""
@@ -368,7 +261,8 @@ class RemoteEngine(CheckedEngine):
             part = call.part(slice(start, start + size))
             request = Request.of(weights.manifest, weights.buckets, part, whole=self.around is not None)
             chunk = _Chunk(part, request, weights)
-            self._send(chunk, self._least_busy())
+            worker = min(range(len(self._queues)), key=lambda w: sum(len(c.call.prompts) for c in self._queues[w]))
+            self._send(chunk, worker)
             ticket.chunks.append(chunk)
         return ticket
 
@@ -402,16 +296,6 @@ class RemoteEngine(CheckedEngine):
         ticket.chunks.clear()
 
     # ------------------------------------------------------------------ workers
-
-    def _least_busy(self) -> int:
-        """Returns the worker with the fewest prompts. RuntimeError if none has the weights."""
-        able = [w for w in range(len(self._queues)) if w not in self._bare]
-        if not able:
-            raise RuntimeError(
-                f'all rollout workers with weights {self.version} have died, and weights that are broadcast are kept '
-                "nowhere else: resume from the last checkpoint; weight_transfer='store' keeps them"
-            )
-        return min(able, key=lambda w: sum(len(c.call.prompts) for c in self._queues[w]))
 
     def _send(self, chunk: _Chunk, worker: int) -> None:
         assert chunk.request is not None
@@ -458,15 +342,23 @@ class RemoteEngine(CheckedEngine):
         self._count_death(worker, of, error)
         num_prompts = sum(len(c.call.prompts) for c in lost)
         first = f', from sample {lost[0].call.indices[0]} on' if lost else ''
-        who = 'a new one' if self.way == 'store' or not lost else 'another'
         what = f'generates its {num_prompts} prompts again{first}' if lost else 'goes on'
-        warnings.warn(f'rollout worker {worker} died ({error}); {who} {what}', stacklevel=4)
-        self.num_replaced += 1
-        self.workers.replace(worker)
-        if self.way != 'store':
-            self._bare.add(worker)
+        warnings.warn(f'rollout worker {worker} died ({error}); a new one {what}', stacklevel=4)
+        while True:
+            self.num_replaced += 1
+            self.workers.replace(worker)
+            try:
+                self._prepare_worker(worker)
+                break
+            except WorkerDied as died:
+                self._count_death(worker, 'as it started', died)
+        for weights in {id(w): w for w in (self._weights, *(c.weights for c in lost)) if w is not None}.values():
+            if not weights.buckets and weights.kept:
+                weights.buckets = self._buckets(weights.manifest, weights.kept)
         for chunk in lost:
-            self._send(chunk, worker if self.way == 'store' else self._least_busy())
+            assert chunk.request is not None and chunk.weights is not None
+            chunk.request = replace(chunk.request, buckets=chunk.weights.buckets)
+            self._send(chunk, worker)
 
     def _count_death(self, worker: int, when: str, error: WorkerDied) -> None:
         """Counts a death of a worker. Raises RuntimeError if it is more than `max_restarts`."""
@@ -475,6 +367,9 @@ class RemoteEngine(CheckedEngine):
             raise RuntimeError(
                 f'rollout worker {worker} died {self._deaths[worker]} times in a row {when}: {error}'
             ) from error
+
+    def _prepare_worker(self, worker: int) -> None:
+        """Prepares a new worker for requests."""
 
     def _receive_ready(self) -> None:
         """Receives finished chunks, to free their weights and to notice dead workers before new requests are sent."""
@@ -504,11 +399,4 @@ class RemoteEngine(CheckedEngine):
         self._weights = None
         for queue in self._queues:
             queue.clear()
-        self._leave()
         self.workers.close()
-
-
-def _device_of(model: Any) -> torch.device:
-    """Returns the device that a model's weights are on, or are gathered on."""
-    gathered = getattr(model, 'gathered', None)
-    return next(model.parameters()).device if gathered is None else gathered.device

@@ -9,12 +9,11 @@ For workers that are larger than the share of one rank, such as vLLM on several 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from chatgpt.nn.actor import Actor
-from chatgpt.nn.gathered import Gathered
 from chatgpt.rollout.call import Call, joined
 from chatgpt.rollout.engine import EngineAround, RolloutEngine
 from chatgpt.types import Sample
@@ -70,13 +69,11 @@ class SharedEngine(EngineAround):
         super().__init__(engine)
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
-    def _on_rank_0(self, function: Callable[[], Any], gathered: Gathered | None = None) -> Any:
-        """Calls the function on rank 0, and returns its result or raises its error on every rank. The others take part
-        in what it reads of `gathered`."""
+    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
+        """Calls the function on rank 0, and returns its result or raises its error on every rank."""
         value: Any = None
         error: Exception | None = None
-        read = nullcontext() if gathered is None else gathered.read_on_rank_0(self.ranks)
-        with self.ranks.untimed(), read:
+        with self.ranks.untimed():
             if self.ranks.is_rank_0:
                 try:
                     value = function()
@@ -88,8 +85,8 @@ class SharedEngine(EngineAround):
         return value
 
     def begin(self, actor: Actor) -> None:
-        """Starts a collect phase with the weights of rank 0, or with those that all ranks hold together."""
-        self._on_rank_0(lambda: self.engine.begin(actor), getattr(actor, 'gathered', None))
+        """Starts a collect phase with the weights of rank 0."""
+        self._on_rank_0(lambda: self.engine.begin(actor))
 
     def generate(self, call: Call) -> list[Sample]:
         return self.take(self.submit(call))
@@ -116,41 +113,6 @@ class SharedEngine(EngineAround):
     def end(self) -> None:
         if self.ranks.is_rank_0:
             self.engine.end()
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class NeighboursEngine(EngineAround):
-    """An engine that each rank has, and that neighbouring ranks run together on all of their prompts, as
-    `VLLMEngine` with `tensor_parallel_size` above 1. Every call of `generate` is a collective.
-
-    Args:
-        ranks: the strategy.
-        engine: its `tensor_parallel` is the number of neighbours.
-
-    Raises:
-        ValueError: the number of ranks is not a multiple of it, or a rank has several processes.
-    """
-
-    def __init__(self, ranks: Any, engine: Any) -> None:
-        super().__init__(engine)
-        size, processes = engine.tensor_parallel, ranks.processes.world_size
-        if processes % size or processes != ranks.world_size:
-            raise ValueError(
-                f'{type(engine).__name__}: tensor_parallel_size={size} must divide the number of ranks, '
-                f'{ranks.world_size} of {processes // ranks.world_size} processes each; one process may be in each'
-            )
-        self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
-        engine.has_neighbours = True
-
-    def generate(self, call: Call) -> list[Sample]:
-        shares = self.ranks.all_gather_object(replace(call, sampling=replace(call.sampling, stop=None)))
-        first = self.ranks.rank // self.engine.tensor_parallel * self.engine.tensor_parallel  # type: ignore[attr-defined]
-        own = shares[first : first + self.engine.tensor_parallel]  # type: ignore[attr-defined]
-        start = sum(len(share.prompts) for share in own[: self.ranks.rank - first])
-        samples = self.engine.generate(replace(joined(own), sampling=call.sampling))
-        return samples[start : start + len(call.prompts)]
 
     def close(self) -> None:
         self.engine.close()

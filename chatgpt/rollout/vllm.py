@@ -84,30 +84,22 @@ class VLLMEngine(BaseVLLMEngine):
     Args:
         pretrained: folder or hub name of the policy's config.json; no weights are read from it.
         memory_share: fraction of the device's memory that vLLM may use while it is awake.
-        options: further keyword arguments of `vllm.LLM`. With `tensor_parallel_size` above 1 as many neighbouring ranks
-            hold a model together and generate together, in a `NeighboursEngine`.
+        options: further keyword arguments of `vllm.LLM`.
 
     Raises:
-        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or a number of ranks that
-            is not a multiple of `tensor_parallel_size`.
+        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or several GPUs.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
         check_options('VLLMEngine', options | {'memory_share': memory_share})
-        for name in ('pipeline_parallel_size', 'data_parallel_size'):
+        for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'data_parallel_size'):
             if options.get(name, 1) != 1:
                 raise ValueError(
-                    f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU; '
-                    'leave it out; tensor_parallel_size lets neighbouring ranks generate together'
+                    f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU, '
+                    'with prompts of its own; leave it out, or use rollout workers, which may own several GPUs each'
                 )
-        self.tensor_parallel, self.has_neighbours = int(options.get('tensor_parallel_size', 1)), False
-        if self.tensor_parallel < 1 or int(os.environ.get('WORLD_SIZE', '1')) % self.tensor_parallel:
-            raise ValueError(
-                f'VLLMEngine: tensor_parallel_size={self.tensor_parallel} must divide the number of ranks, '
-                f'{os.environ.get("WORLD_SIZE", "1")}, each of which has a part of the weights; or use rollout workers'
-            )
         import_vllm()
         from vllm.platforms import current_platform
 
@@ -122,16 +114,7 @@ class VLLMEngine(BaseVLLMEngine):
         asleep"""
 
     def transfer(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Wakes vLLM up and copies the weights.
-
-        Raises:
-            ValueError: neighbouring ranks generate together, and the engine is not in a `NeighboursEngine`.
-        """
-        if self.tensor_parallel > 1 and not self.has_neighbours:
-            raise ValueError(
-                f'VLLMEngine: with tensor_parallel_size={self.tensor_parallel} neighbouring ranks need equal prompts: '
-                'give the trainer NeighboursEngine(strategy, engine)'
-            )
+        """Wakes vLLM up and copies the weights."""
         # vLLM has its own allocator, which cannot use the memory that torch caches
         torch.cuda.empty_cache()
         if self.llm is None:

@@ -1,18 +1,20 @@
-"""A rollout worker that generates with vLLM on its own GPUs. Independent of Ray."""
+"""A rollout worker that generates with vLLM on its own GPUs. Independent of Ray.
+
+It receives weights by vLLM's weight transfer (`update_weights`) or, as every worker, from the buckets of a request.
+"""
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.channel import Channel, name_of_device
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
@@ -84,6 +86,7 @@ class VLLMWorker(Worker):
 
     @_detect_death
     def gpus(self) -> list[str]:
+        """Returns a unique id of each of its GPUs, '' for another device."""
         return self.llm.collective_rpc(_gpu)
 
     @_detect_death
@@ -91,17 +94,30 @@ class VLLMWorker(Worker):
         """See `chatgpt.rollout.vllm.has_head`."""
         return has_head(self.llm)
 
-    @_detect_death
-    def join(self, backend: str, address: tuple[str, int], rank: int, size: int) -> None:
-        self.llm.collective_rpc(_join, args=(backend, address, rank, size))
+    def barrier(self) -> None:
+        """Does nothing; its answer shows that all earlier calls are done."""
 
     @_detect_death
-    def receive(self, manifest: Manifest) -> None:
-        self._load(manifest, lambda: self.llm.collective_rpc(_receive, args=(manifest,)))
+    def join(self, backend: str, init_info: Mapping[str, Any]) -> None:
+        """Connects to the sender of weights, and waits for it; see `vllm.LLM.init_weight_transfer_engine`."""
+        if backend != 'nccl':
+            self.llm.collective_rpc(_set_backend, args=(backend,))
+        self.llm.init_weight_transfer_engine({'init_info': dict(init_info)})
 
-    def take_weights(self, manifest: Manifest, buckets: Iterable[Tensor]) -> None:
+    @_detect_death
+    def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
+        """Receives a version of the weights from the sender. After a failure the worker has no weights."""
+        self._load(manifest, lambda: self.llm.update_weights({'update_info': dict(update_info)}))
+
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        """See `Worker.take_weights`. Raises RuntimeError if there are no buckets."""
+        if not buckets:
+            raise RuntimeError(
+                f'a rollout worker with weights {self.version} was asked for samples of weights {manifest.version}'
+            )
+
         def load() -> None:
-            for named in whole_tensors(manifest, buckets):
+            for named in whole_tensors(manifest, map(self.fetch, buckets)):
                 if named:
                     self.llm.apply_model(partial(_load, list(named.items())))
 
@@ -110,11 +126,7 @@ class VLLMWorker(Worker):
     def _load(self, manifest: Manifest, load: Callable[[], None]) -> None:
         llm, self.version, self.difference = self.llm, None, None
         llm.start_weight_update()  # makes vLLM repeat what it derives from weights when it loads them
-        try:
-            load()
-        except Exception:
-            llm.collective_rpc(_abandon_update)
-            raise
+        load()
         llm.finish_weight_update()
         llm.reset_prefix_cache()  # its keys and values are those of the previous weights
         self.engine.end()
@@ -123,9 +135,11 @@ class VLLMWorker(Worker):
 
     @_detect_death
     def generate(self, request: Request) -> PackedSamples:
-        packed = super().generate(request)
+        if self.version != request.manifest.version:
+            self.take_weights(request.manifest, request.buckets)
         self._own.check_weights()  # even if environments end before a turn is generated
-        return replace(packed, difference=self._own.difference)
+        self.difference = self._own.difference
+        return super().generate(request)
 
 
 def make_worker(
@@ -156,23 +170,22 @@ def _gpu(worker: Any) -> str:
     return name_of_device(worker.device)
 
 
-def _join(worker: Any, backend: str, address: tuple[str, int], rank: int, size: int) -> None:
-    device = worker.device if backend == 'nccl' else torch.device('cpu')
-    if (before := getattr(worker, 'chatgpt_channel', None)) is not None:
-        before.close()
-    worker.chatgpt_channel = Channel(backend, address, rank + worker.rank, size, device)
-    worker.chatgpt_channel.join()
+def name_of_device(device: torch.device) -> str:
+    """Returns a GPU's unique id, or '' for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == 'cuda' else ''
 
 
-def _abandon_update(worker: Any) -> None:
-    """Makes the worker accept another update after one that failed, as vLLM does where its own transfer fails."""
-    worker._weight_update_active = False
-    worker.weight_transfer_engine.reset_weight_update_target()
+def _set_backend(worker: Any, backend: str) -> None:
+    """Changes the transfer backend after the start; which one is possible depends on the GPUs that vLLM got."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-
-def _receive(worker: Any, manifest: Manifest) -> None:
-    for named in whole_tensors(manifest, worker.chatgpt_channel.buckets(manifest.sizes)):
-        _load(list(named.items()), worker.get_model())
+    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
+        config=WeightTransferConfig(backend=backend),
+        vllm_config=worker.vllm_config,
+        device=worker.device,
+        model=worker.get_model(),
+    )
 
 
 def _load(named: list[tuple[str, Tensor]], model: Any) -> None:

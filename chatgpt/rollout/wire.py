@@ -26,7 +26,6 @@ from chatgpt.rollout.handshake import Handshake
 from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
 BUCKET_BYTES = 64 << 20
-HOST = torch.device('cpu')
 Around = Callable[[Any], Any]
 """wraps a worker's engine"""
 
@@ -56,13 +55,8 @@ class Manifest:
     """with which a worker checks the weights"""
 
     @property
-    def sizes(self) -> list[int]:
-        """number of bytes of each bucket"""
-        return [sum((p.stop - p.start) * self.tensors[p.name][1].itemsize for p in pieces) for pieces in self.buckets]
-
-    @property
     def num_bytes(self) -> int:
-        return sum(self.sizes)
+        return sum((p.stop - p.start) * self.tensors[p.name][1].itemsize for pieces in self.buckets for p in pieces)
 
 
 def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
@@ -98,7 +92,7 @@ def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, T
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
     tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
-    for name, tensor in tensors.items() if getattr(model, 'gathered', None) is None else ():
+    for name, tensor in tensors.items():
         if tensor.is_meta or hasattr(tensor, 'to_local'):
             raise ValueError(
                 f'an engine of its own needs whole weights, and {name} is not here; begin inside '
@@ -119,67 +113,8 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
         return revert_weight_conversion(model, once) | revert_weight_conversion(model, further)
 
 
-class GatheredTensors(Mapping[str, Tensor]):
-    """The whole tensors of a policy with `chatgpt.nn.gathered.Gathered`. Each is gathered when it is read, a
-    collective, and only the last one is kept.
-
-    Args:
-        model: on the meta device, with `gathered`.
-        shapes: meta tensors by name, as from `policy_tensors` or `checkpoint_tensors`.
-
-    Raises:
-        ValueError: a tensor of the checkpoint is made of several tensors of the model.
-    """
-
-    def __init__(self, model: Any, shapes: Mapping[str, Tensor]) -> None:
-        self.model, self.shapes = model, dict(shapes)
-        self._own = policy_tensors(model, every_name=True)
-        self._of: dict[str, str] = {}
-        """name of the model's tensor by name in `shapes`"""
-        for own, tensor in self._own.items():
-            for name in (own,) if own in shapes else self._converted(own, tensor):
-                self._of[name] = own
-        if lacking := [name for name in shapes if name not in self._of]:
-            raise ValueError(f'{type(model).__name__}: {lacking[0]} cannot be sent alone, for it has several sources')
-        self._held: tuple[Any, dict[str, Tensor]] = (None, {})
-
-    def _converted(self, own: str, tensor: Tensor) -> dict[str, Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return {own: tensor} if own in self.shapes else revert_weight_conversion(self.model, {own: tensor})
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        own, gathered = self._of[name], self.model.gathered
-        if self._held[0] != own:
-            self._held = (None, {})  # freed before the next is gathered
-            self._held = own, self._converted(own, gathered.tensor(gathered.name_of(self._own[own])))
-        return self._held[1][name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def unique(self) -> GatheredTensors:
-        """Returns these tensors without all but the first name of tied ones."""
-        first: dict[int, str] = {}
-        for own, tensor in self._own.items():
-            first.setdefault(id(tensor), own)
-        kept = {name: t for name, t in self.shapes.items() if first[id(self._own[self._of[name]])] == self._of[name]}
-        return GatheredTensors(self.model, kept)
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns tensors with the same shapes and dtypes, without gathering any."""
-    return tensors.shapes if isinstance(tensors, GatheredTensors) else tensors
-
-
-def unique_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def unique_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Removes all but the first name of tied tensors."""
-    if isinstance(tensors, GatheredTensors):
-        return tensors.unique()
     named: dict[Any, str] = {}
     for name, tensor in tensors.items():
         named.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
@@ -208,7 +143,6 @@ def plan_buckets(
     if bucket_bytes < 1:
         raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
     buckets: list[tuple[Piece, ...]] = []
-    tensors = shapes_of(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
         capacity = max(1, bucket_bytes // dtype.itemsize)
         pieces: list[Piece] = []
@@ -229,17 +163,20 @@ def plan_buckets(
 
 
 @torch.no_grad()
-def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor], device: torch.device = HOST) -> Iterator[Tensor]:
-    """Yields the buckets, (bytes,) uint8 on `device`. They share one buffer, so each must be copied to be kept."""
-    sizes = manifest.sizes
-    pinned = device.type == 'cpu' and torch.cuda.is_available()  # the weights may be on a GPU
-    buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device, pin_memory=pinned)
-    for pieces, num_bytes in zip(manifest.buckets, sizes, strict=True):
-        flat, at = buffer[:num_bytes].view(manifest.tensors[pieces[0].name][1]), 0
-        for piece in pieces:
-            size = piece.stop - piece.start
-            flat[at : at + size].copy_(tensors[piece.name].detach().reshape(-1)[piece.start : piece.stop])
-            at += size
+def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yields the buckets, (bytes,) uint8 on the CPU. They share one buffer, so each must be copied to be kept."""
+    buffer = torch.empty(0, dtype=torch.uint8)
+    for pieces in manifest.buckets:
+        dtype = manifest.tensors[pieces[0].name][1]
+        parts = [tensors[p.name].detach().reshape(-1)[p.start : p.stop] for p in pieces]
+        num_bytes = sum(len(part) for part in parts) * dtype.itemsize
+        if len(buffer) < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=parts[0].is_cuda)
+        flat = buffer[:num_bytes].view(dtype)
+        if parts[0].device.type == 'cpu':
+            torch.cat(parts, out=flat)
+        else:
+            flat.copy_(torch.cat(parts))
         yield buffer[:num_bytes]
 
 
@@ -248,7 +185,7 @@ def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Modul
     """Writes buckets into a model's tensors in place, with the manifest's dtypes.
 
     Args:
-        buckets: (bytes,) uint8 tensors in the order of `manifest.buckets`; each is released before the next one is
+        buckets: (bytes,) uint8 CPU tensors in the order of `manifest.buckets`; each is released before the next one is
             fetched.
 
     Raises:
@@ -278,9 +215,7 @@ def whole_tensors(manifest: Manifest, buckets: Iterable[Tensor]) -> Iterator[dic
         for piece in pieces:
             size = piece.stop - piece.start
             shape, dtype = manifest.tensors[piece.name]
-            if piece.name not in begun:
-                begun[piece.name] = torch.empty(shape, dtype=dtype, device=bucket.device)
-            tensor = begun[piece.name]
+            tensor = begun.setdefault(piece.name, torch.empty(shape, dtype=dtype))
             tensor.view(-1)[piece.start : piece.stop] = flat[at : at + size]
             at += size
             if piece.stop == tensor.numel():

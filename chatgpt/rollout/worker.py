@@ -7,13 +7,12 @@ vLLM and for `make_worker`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.channel import Channel, name_of_device
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
@@ -43,28 +42,8 @@ class Worker(ABC):
         """largest difference of a log-prob in the check of these weights"""
 
     @abstractmethod
-    def take_weights(self, manifest: Manifest, buckets: Iterable[Tensor]) -> None:
-        """Loads and checks a version of the weights, whose buckets are (bytes,) uint8, each valid until the next. After
-        a failure the worker has no weights."""
-
-    @abstractmethod
-    def gpus(self) -> list[str]:
-        """Returns a unique id of each of its GPUs, '' for another device."""
-
-    @abstractmethod
-    def join(self, backend: str, address: tuple[str, int], rank: int, size: int) -> None:
-        """Joins a `Channel`, with `rank` for its first process."""
-
-    @abstractmethod
-    def receive(self, manifest: Manifest) -> None:
-        """Takes a version of the weights from the channel."""
-
-    def barrier(self) -> None:
-        """Does nothing; its answer shows that all earlier calls are done."""
-
-    def fetch_weights(self, manifest: Manifest, handles: Iterable[Any]) -> None:
-        """Takes a version of the weights from the object store."""
-        self.take_weights(manifest, map(self.fetch, handles))
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        """Fetches, loads and checks a version of the weights. After a failure the worker has no weights."""
 
     def generate(self, request: Request) -> PackedSamples:
         """Generates the samples of a request, with the request's version of the weights, fetched if necessary.
@@ -73,12 +52,7 @@ class Worker(ABC):
         differ from the actor's.
         """
         if self.version != request.manifest.version:
-            if not request.buckets:
-                raise RuntimeError(
-                    f'a rollout worker with weights {self.version} was asked for samples of weights '
-                    f'{request.manifest.version}'
-                )
-            self.fetch_weights(request.manifest, request.buckets)
+            self.take_weights(request.manifest, request.buckets)
         samples = self.engine.generate(request.unpacked())
         return pack_samples(samples, request.manifest.version, self.difference)
 
@@ -105,29 +79,15 @@ class RolloutWorker(Worker):
         self.spec, self.device = spec, torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
         self._model: Any = None
         self._actor: Any = None
-        self._channel: Channel | None = None
 
-    def gpus(self) -> list[str]:
-        return [name_of_device(self.device)]
-
-    def join(self, backend: str, address: tuple[str, int], rank: int, size: int) -> None:
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = Channel(backend, address, rank, size, self.device if backend == 'nccl' else torch.device('cpu'))
-        self._channel.join()
-
-    def receive(self, manifest: Manifest) -> None:
-        assert self._channel is not None
-        self.take_weights(manifest, self._channel.buckets(manifest.sizes))
-
-    def take_weights(self, manifest: Manifest, buckets: Iterable[Tensor]) -> None:
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
         from chatgpt.nn import Actor
 
         self.version = self.difference = None
         self.engine.end()
         if self._model is None:
             self._model = self.spec.build().to(self.device)
-        apply_buckets(manifest, buckets, self._model)
+        apply_buckets(manifest, map(self.fetch, buckets), self._model)
         if self._actor is None:
             # not earlier: an actor checks its model's outputs, which are arbitrary without weights
             self._actor = Actor(self._model)

@@ -40,7 +40,6 @@ from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
 from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
-from chatgpt.strategies.streaming import can_be_read, readable
 from chatgpt.strategies.sums import exact_norm
 
 
@@ -185,8 +184,7 @@ class Strategy(OnRanks):
         Args:
             dtype: dtype of the weights; None means `numerics.full_dtype`.
             whole: yield all weights also under tensor parallelism, instead of this process's part of them.
-            read_only: a copy is needed only to be read, so it may be on the meta device, with weights that are read one
-                by one, together with the other processes (`chatgpt.nn.gathered`).
+            read_only: nothing is computed with the module, so weights too large for the device may stay in host memory.
             on_disk: folder in which a sharded strategy keeps the whole weights, so that no rank holds them in memory.
                 Such a copy is for saving, on rank 0.
         """
@@ -196,9 +194,6 @@ class Strategy(OnRanks):
 
             with in_eval_mode(module), self._narrow.widened(module), lora_merged(module):
                 yield module
-            return
-        if read_only and on_disk is None and can_be_read(module):
-            yield readable(self, module, module, dtype)
             return
         with self._kept_copy.reused(module, dtype) as kept:
             kept.copied = cast_copy(module, dtype, kept.copied).eval()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,14 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -61,7 +54,6 @@ from chatgpt.strategies.streaming import (
     check_stream_blocks,
     gathered_state,
     on_meta,
-    readable,
     set_buffers,
     streams,
     transformer_blocks,
@@ -297,23 +289,19 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """Yields a plain copy with full weights, gathered one tensor at a time in `dtype`, LoRA merged.
 
-        The copy is on the device; with `stream_blocks` its blocks are copied there one at a time; with `on_disk` it is
-        in a mapped file in that folder, for saving. Under tensor parallelism it holds this process's part of the
-        weights; with `whole` all of them, in host memory. With `read_only` weights are gathered as they are read.
+        The copy is on the device; with `stream_blocks` its blocks are copied there one at a time, or with `read_only`
+        it is in host memory that the processes of a machine share; with `on_disk` it is in a mapped file in that
+        folder, for saving. Under tensor parallelism it holds this process's part of the weights; with `whole` all of
+        them, in host memory.
         """
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
-        parts, skeleton = self._parts_of(module), self._sharded[id(module)].skeleton
-        if read_only and on_disk is None:
-
-            def gather(shard: Tensor, name: str) -> Tensor:
-                return parts.join(name, whole_tensor(shard, self.device))
-
-            yield readable(self, module, skeleton, dtype, gather, _called_as_forward)
-            return
+        parts = self._parts_of(module)
         too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)
-        if on_disk is not None or too_large or (self._tensor is not None and whole):
-            values = self._whole(module.named_parameters(), parts)
-            with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=too_large) as full:
+        apart = on_disk is None and (self._tensor is not None and whole or too_large and read_only)
+        if on_disk is not None or too_large or apart:
+            skeleton, values = self._sharded[id(module)].skeleton, self._whole(module.named_parameters(), parts)
+            computes = too_large and not apart
+            with whole_copy(self, module, skeleton, values, dtype, on_disk, computes=computes) as full:
                 yield full
             return
         with self._kept_copy.reused(module, dtype) as kept:
@@ -589,16 +577,3 @@ def _checkpoint_activations(model: nn.Module) -> None:
     raise ValueError(
         f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'
     )
-
-
-def _called_as_forward(function: Callable[[Any], Tensor], module: Any) -> Tensor:
-    """Calls a function that computes with a sharded module. FSDP gathers the root's weights before a method that it
-    knows as a forward, and until they are freed its parameters are no shards."""
-    module.computes = lambda: function(module)
-    register_fsdp_forward_method(module, 'computes')
-    try:
-        with torch.no_grad():
-            return module.computes()
-    finally:
-        del module.computes
-        module.reshard()

@@ -13,7 +13,7 @@ import os
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,63 +67,6 @@ def with_parameters(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Modu
 def on_meta(module: nn.Module) -> nn.Module:
     """Returns a deep copy with parameters on the meta device."""
     return with_parameters(module, {id(p): p.to('meta') for p in module.parameters()})
-
-
-def can_be_read(module: nn.Module) -> bool:
-    """Returns True if `readable` can copy the module: no other model shares its trunk."""
-    from chatgpt.nn import lora
-
-    return not any(map(lora.is_shared, module.parameters())) and not any(
-        layer.shares_base for layer in lora.lora_layers(module).values()
-    )
-
-
-def readable(
-    strategy: Strategy,
-    module: nn.Module,
-    skeleton: nn.Module,
-    dtype: torch.dtype,
-    whole: Callable[[Tensor, str], Tensor] = lambda tensor, name: tensor,
-    call: Callable[[Callable[[Any], Tensor], Any], Tensor] = lambda function, module: function(module),
-) -> nn.Module:
-    """Returns a copy of `skeleton` on the meta device in `dtype`, with an attribute `gathered` that reads the weights
-    of `module` as they are at that moment, adapters folded in.
-
-    Args:
-        skeleton: the module to copy, `module` itself or one with the same names and whole shapes.
-        whole: (tensor of `module`, its name) → the whole tensor. Collective.
-        call: (function, module) → the function's result, where only a forward gathers weights. Collective.
-    """
-    from chatgpt.nn import lora
-    from chatgpt.nn.gathered import Gathered
-    from chatgpt.strategies.copies import kept_in_fp32
-
-    wide = kept_in_fp32(module)
-
-    def kind(name: str, tensor: Tensor) -> torch.dtype:
-        return dtype if tensor.is_floating_point() and not (wide and wide.search(name)) else tensor.dtype
-
-    named = dict(skeleton.named_parameters())
-    copied = with_parameters(skeleton, {id(p): p.to('meta', kind(name, p)) for name, p in named.items()})
-    folded = lora.lora_layers(module) if lora.can_fold(module) and lora.layers_to_fold(module) else {}
-
-    @torch.no_grad()
-    def read(name: str) -> Tensor:
-        owner, _, part = name.rpartition('.')
-        if name not in named:  # a buffer
-            return getattr(module.get_submodule(owner), part)
-        if part == 'weight' and owner in folded:
-            factors = {n: f'{owner}.{n}' for n in ('weight', 'lora_A', 'lora_B')}
-            parts = {n: whole(module.get_parameter(full).detach(), full) for n, full in factors.items()}
-            return folded[owner].fold(**parts).to(kind(name, named[name]))
-        return whole(module.get_parameter(name).detach().to(kind(name, named[name])), name)
-
-    def compute(function: Callable[[Any], Tensor]) -> Tensor:
-        with strategy.autocast():
-            return call(function, module)
-
-    Gathered(copied, strategy.device, read, compute)
-    return copied
 
 
 def set_buffers(copied: nn.Module, module: nn.Module) -> None:

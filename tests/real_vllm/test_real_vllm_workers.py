@@ -1,9 +1,8 @@
-"""`VLLMRemoteEngine` on Ray actors that run vLLM on a CPU: weights are broadcast by gloo, or go through Ray's object
-store."""
+"""`VLLMRemoteEngine` on Ray actors that run vLLM on a CPU: weights go through Ray's object store."""
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -16,9 +15,7 @@ from policies import GREEDY, OPTIONS, WARM, off, prompts, update
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine
-from chatgpt.rollout.handshake import Handshake
-from chatgpt.rollout.vllm_worker import VLLMSpec, VLLMWorker
-from chatgpt.rollout.wire import ModelSpec, checkpoint_tensors, fill_buckets, plan_buckets
+from chatgpt.rollout.vllm_remote import _Link
 
 pytest.importorskip('vllm', reason='vLLM has an environment of its own: make test-vllm')
 ray = pytest.importorskip('ray')
@@ -44,12 +41,11 @@ def cluster() -> Iterator[None]:
         del os.environ[name]
 
 
-@pytest.mark.parametrize('way', ['gloo', 'store'])
-def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster, way):
+def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
     from chatgpt.rollout.ray_workers import RayWorkers
 
     model, workers = llama(), RayWorkers(2, resources={'CPU': 1, 'GPU': 0})
-    with VLLMRemoteEngine(workers, engine_options=OPTIONS, weight_transfer=way) as engine:
+    with VLLMRemoteEngine(workers, engine_options=OPTIONS) as engine:
 
         def drawn(sampling: Any) -> Any:
             engine.begin(Actor(model))
@@ -60,7 +56,7 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster, way):
         for version in range(2):
             samples = drawn(WARM)
             assert off(samples, model) < 1e-4 and engine.difference < 1e-4
-            assert {s.version for s in samples} == {version + 1} and engine.way == way
+            assert {s.version for s in samples} == {version + 1} and engine.ways == ['store'] * 2
             update(model, version)
         os.kill(ray.get(workers.actors[1].pid.remote()), signal.SIGKILL)
         with pytest.warns(UserWarning, match='rollout worker 1 died'):
@@ -77,20 +73,28 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster, way):
             drawn(GREEDY)
 
 
-def test_a_worker_takes_weights_after_an_update_that_failed(llama):
-    model = llama()
-    worker = VLLMWorker(VLLMSpec(**vars(ModelSpec.of(model)), tensor_parallel=0), OPTIONS)
-    tensors = checkpoint_tensors(model)
-    handshake = Handshake.of(Actor(model), 'VLLMWorker')
-    manifest = plan_buckets(tensors, version=1, handshake=handshake, bucket_bytes=1 << 16)
+def test_vllm_has_the_names_of_transfers_that_need_a_gpu():
+    """NCCL and IPC need GPUs; this checks the names of vLLM's senders, of their arguments and of the client's
+    methods."""
+    from vllm.distributed import weight_transfer as vllms
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+    from vllm.v1.worker.gpu_worker import Worker
 
-    def broken() -> Iterator[torch.Tensor]:
-        yield from itertools.islice(fill_buckets(manifest, tensors), 3)
-        raise RuntimeError('the sender is gone')
-
-    with pytest.raises(RuntimeError, match='the sender is gone'):
-        worker.take_weights(manifest, broken())
-    assert worker.version is None
-    worker.take_weights(manifest, fill_buckets(manifest, tensors))
-    worker._own.check_weights()
-    assert worker.version == 1 and worker._own.difference < 1e-4
+    sizes = {'world_size': 3, 'packed': True, 'packed_buffer_size_bytes': 64}
+    NCCLTrainerInitInfo(rank=0, master_address='localhost', master_port=1, **sizes)
+    IPCTrainerInitInfo(rank=0, packed=False)
+    vllms.WeightTransferEngineFactory.create_engine  # noqa: B018
+    inspect.signature(vllms.WeightTransferTrainerFactory.trainer_init).bind(None, client=None, source=None)
+    for sender in (IPCTrainerWeightTransferEngine, NCCLTrainerWeightTransferEngine):
+        inspect.signature(sender.send_weights).bind(None)
+        inspect.signature(sender.shutdown).bind(None)
+    assert all(hasattr(Worker, name) for name in ('reload_weights', 'check_health', 'get_model'))
+    link = _Link(None, 0, 'nccl', 2, 64)
+    for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', 'finish_weight_update'):
+        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (VLLMWeightSyncClient, _Link))
+        assert list(theirs) == list(ours), name
+    link.source.give({'a': torch.zeros(2, 3)}, torch.device('cpu'))
+    (described,) = link.source.metadata if not callable(link.source.metadata) else link.source.metadata()
+    assert (described.name, described.dtype, described.shape) == ('a', torch.float32, (2, 3))

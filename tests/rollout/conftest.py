@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from spawned_workers import STAND_IN
 
+from chatgpt.rollout import vllm_remote
+
 
 def _forget() -> None:
     for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
@@ -17,9 +19,10 @@ def _forget() -> None:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Imports of vllm give the fake."""
+    """Imports of vllm give the fake, and weights on a CPU can be sent to it."""
     _forget()
     monkeypatch.syspath_prepend(STAND_IN)
+    monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda', 'cpu'))
     monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
     yield STAND_IN
     _forget()

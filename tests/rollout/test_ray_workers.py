@@ -186,10 +186,10 @@ def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda:
 
 def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster, stand_in):
     workers = RayWorkers(2, resources={'GPU': 2})
-    with VLLMRemoteEngine(workers, weight_transfer='gloo') as engine:
+    with VLLMRemoteEngine(workers, weight_transfer='nccl') as engine:
 
         def check() -> None:
-            assert engine.way == 'gloo'
+            assert engine.ways == ['nccl'] * 2
             groups = [g for g in cluster.util.placement_group_table().values() if g['state'] == 'CREATED']
             assert [len(g['bundles']) for g in groups] == [2, 2]
             assert all(bundle['GPU'] == 1 for g in groups for bundle in g['bundles'].values())

@@ -6,24 +6,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import weakref
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
 from engine_calls import generated as collect
 from engine_calls import prompts_of
-from spawned_workers import STAND_IN
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import Call, LocalEngine, NeighboursEngine, SamplingParams, VLLMEngine
-from chatgpt.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
+from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import tiny_causal_lm, tiny_config
-from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.policy import Policy
 
@@ -116,8 +112,7 @@ def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, 
 def test_mistakes_are_named(fake_vllm, folder):
     for option, message in (
         ({'load_format': 'auto'}, "sets 'load_format' itself"),
-        ({'tensor_parallel_size': 2}, 'tensor_parallel_size=2 must divide the number of ranks, 1,'),
-        ({'pipeline_parallel_size': 2}, 'pipeline_parallel_size=2, but it runs within each training process'),
+        ({'tensor_parallel_size': 2}, 'tensor_parallel_size=2, but it runs within each training process'),
         ({'memory_share': 1.5}, 'memory_share'),
     ):
         with pytest.raises(ValueError, match=message):
@@ -139,41 +134,6 @@ def test_a_missing_vllm_names_the_command():
         VLLMEngine('gpt2')
 
 
-def generate_with_neighbours(folder: str) -> dict[str, object]:
-    sys.path.insert(0, str(STAND_IN))
-    torch.cuda.empty_cache = lambda: None
-    seen: dict[str, object] = {}
-    with FSDPStrategy(device='cpu') as strategy:
-        engine = VLLMEngine(folder, tensor_parallel_size=2)
-        prepared = strategy.prepare(Actor(tiny_causal_lm('gpt2')))
-        policy = partial(strategy.full_model, prepared)
-        sampling, own = SamplingParams(max_new_tokens=6), prompts_of((1, 2, 3))[: 2 - strategy.rank]
-        with pytest.raises(ValueError, match='neighbouring ranks need equal prompts: give the trainer Neighbours'):
-            Collector(strategy, engine, sampling, policy=policy).generate(own, indices=range(len(own)))
-        collector = Collector(strategy, NeighboursEngine(strategy, engine), sampling, policy=policy)
-        samples = collector.generate(own, indices=[2 * strategy.rank + i for i in range(len(own))])
-        seen['samples'] = [(s.index, s.response_ids.tolist()) for s in samples]
-        seen['settings'] = [engine.settings[n] for n in ('tensor_parallel_size', 'distributed_executor_backend')]
-        seen['events'] = engine.llm.events
-        seen['empty'] = len(collector.generate([], indices=[]))
-    return seen
-
-
-def test_neighbouring_ranks_generate_together(fake_vllm, folder):
-    """All of them give vLLM the same prompts, and between phases it sleeps on each."""
-    engine, sampling = VLLMEngine(folder), SamplingParams(max_new_tokens=6)
-    prompts = [*prompts_of((1, 2, 3))[:2], prompts_of((1, 2, 3))[0]]
-    engine.begin(Actor(tiny_causal_lm('gpt2')))
-    together = engine.generate(Call.of(prompts, sampling, seed=42, indices=range(3)))
-    found = run_distributed(generate_with_neighbours, 2, str(folder))
-    assert [pair for rank in found for pair in rank['samples']] == [
-        (s.index, s.response_ids.tolist()) for s in together
-    ]
-    for rank in found:
-        assert rank['settings'] == [2, 'external_launcher'] and rank['empty'] == 0
-        assert rank['events'][:6] == ['sleep 2', 'wake weights', 'load', 'forget', 'wake kv_cache', 'sleep 2']
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
 def test_on_vllm_itself(tmp_path):
@@ -193,7 +153,9 @@ def test_on_vllm_itself(tmp_path):
     importlib.util.find_spec('vllm') is None or importlib.util.find_spec('ray') is None,
     reason='vLLM or Ray is not installed',
 )
-@pytest.mark.parametrize(('gpus', 'of_a_worker', 'way'), [(2, 1, 'nccl'), (3, 2, 'nccl'), (1, 1, 'store')])
+@pytest.mark.parametrize(
+    ('gpus', 'of_a_worker', 'way'), [(1, 1, 'ipc'), (2, 1, 'nccl'), (3, 2, 'nccl'), (1, 1, 'store')]
+)
 def test_workers_on_vllm_itself(gpus, of_a_worker, way):
     """Sends two versions of the weights. Ray gives the workers the first GPUs; the trainer has the last one."""
     import ray
@@ -217,7 +179,7 @@ def test_workers_on_vllm_itself(gpus, of_a_worker, way):
         ) as engine:
             for version in (1, 2):
                 samples = collect(engine, model, sampling, prompts)
-                assert engine.way == way and {s.version for s in samples} == {version}
+                assert engine.ways == [way] and {s.version for s in samples} == {version}
                 for a, b in zip(collect(LocalEngine(), model, sampling, prompts), samples, strict=True):
                     assert a.response_ids.tolist() == b.response_ids.tolist()
                     torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)

@@ -1,5 +1,5 @@
-"""Workers that generate with vLLM on several GPUs each, with the fake vLLM: weights split over two ranks and broadcast
-by gloo. Workers that die run in separate processes."""
+"""Workers that generate with vLLM on several GPUs each, with the fake vLLM: gloo instead of NCCL, weights split over
+two ranks. Workers that die run in separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams, remote
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Sample
@@ -56,51 +56,57 @@ def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
 
 def methods(engine: VLLMRemoteEngine, of: int) -> list[str]:
     """Returns the calls of a worker, without those that are made once."""
-    return [m for worker, m in engine.workers.calls if worker == of and m not in ('barrier', 'has_head')]
+    return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'barrier', 'has_head')]
 
 
 def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
     found = {}
-    for way in ('store', 'gloo'):
+    for way in ('store', 'nccl'):
         with VLLMRemoteEngine(
             SpawnedWorkers(2, {'GPU': 2}), weight_transfer=way, bucket_bytes=4096, engine_options={'dtype': 'float32'}
         ) as engine:
             found[way] = two_versions(engine, tiny_causal_lm('gpt2'))
-            assert engine.way == way and engine.tensor_parallel == 2
+            assert engine.ways == [way] * 2 and engine.tensor_parallel == 2
             # each version is transferred before its requests
-            transfers = ['join'] + ['receive', 'generate'] * 2
-            assert methods(engine, 1) == (transfers if way == 'gloo' else ['generate'] * 2)
-    assert found['store'] == found['gloo']
-    assert [version for _, version, *_ in found['gloo']] == [1] * 6 + [2] * 6
-    assert found['gloo'][:6] != found['gloo'][6:]
+            transfers = ['join'] + ['update_weights', 'generate'] * 2
+            assert methods(engine, 1) == (transfers if way == 'nccl' else ['generate'] * 2)
+    assert found['store'] == found['nccl']
+    assert [version for _, version, *_ in found['nccl']] == [1] * 6 + [2] * 6
+    assert found['nccl'][:6] != found['nccl'][6:]
     # greedy tokens are those of the local engine
     model, greedy = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, do_sample=False)
-    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='gloo') as engine:
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         for _ in range(2):
             ours, theirs = (generated_by(one, model, greedy, PROMPTS) for one in (engine, LocalEngine()))
             assert [s.response_ids.tolist() for s in ours] == [s.response_ids.tolist() for s in theirs]
             perturb(model)
 
 
-def test_new_weights_wait_for_earlier_requests(tmp_path, monkeypatch):
-    """The worker is still busy with version 1 when version 2 is sent; its samples are those of version 1."""
-    gate = tmp_path / 'open'
+def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
+    """The worker is still busy with version 1 when version 2 is sent and the trainer learns; its samples of version 2
+    do not depend on this learning."""
+    gate, events = tmp_path / 'open', []
     gate.touch()
     monkeypatch.setenv('STAND_IN_GATE', str(gate))
-    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='gloo') as engine:
-        expected = two_versions(engine, tiny_causal_lm('gpt2'))
+    model = tiny_causal_lm('gpt2')
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
+        expected = two_versions(engine, model)
         model = tiny_causal_lm('gpt2')
-        engine.begin(Actor(model))
         gate.unlink()
-        old = engine.submit(call_of())
+        old = begin_and_submit(engine, model)
+        engine._finish_sending()
         perturb(model)
-        opens = threading.Timer(0.3, gate.touch)
-        opens.start()
         new = begin_and_submit(engine, model)
-        assert gate.exists()
+        (link,) = engine._sending
+        events.append(('asked', link.thread.is_alive()))
+        assert not link.ready.is_set()  # the transfer does not occupy the trainer's device until the worker receives
         perturb(model, seed=7)  # a learn step, in place
+        events.append(('learned', link.thread.is_alive()))
+        gate.touch()
         samples = records(engine.take(old) + engine.take(new))
-        opens.join()
+        link.thread.join()
+        events.append(('taken', link.thread.is_alive()))
+    assert events == [('asked', True), ('learned', True), ('taken', False)]
     assert [s[1] for s in samples] == [3] * 6 + [4] * 6  # two versions came before
     assert [(i, *rest) for i, _, *rest in samples] == [(i, *rest) for i, _, *rest in expected]
 
@@ -111,7 +117,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
     die, model = tmp_path / 'die', tiny_causal_lm('gpt2')
     monkeypatch.setenv('STAND_IN_DIES', str(die))
     workers = SpawnedWorkers(2, {'GPU': 2}, spawn=True)
-    with VLLMRemoteEngine(workers, weight_transfer='gloo', bucket_bytes=2048, max_restarts=1) as engine:
+    with VLLMRemoteEngine(workers, weight_transfer='nccl', bucket_bytes=2048, max_restarts=1) as engine:
         expected = two_versions(engine, model)
         model = tiny_causal_lm('gpt2')
         tickets, found = [], []
@@ -127,32 +133,14 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
             for ticket in tickets:
                 found += engine.take(ticket)
         (line,) = [str(w.message) for w in caught if 'rollout worker' in str(w.message)]
-        assert 'died (its process ended)' in line and 'a new one goes on' in line
-        assert engine.num_replaced == 1  # and all workers have been sent the weights again
+        assert 'died (its process ended)' in line and 'generates its 3 prompts again' in line
+        assert engine.num_replaced == 1
         assert [(i, v - 2, *rest) for i, v, *rest in records(found)] == expected
-
-
-@pytest.mark.system
-def test_another_worker_answers_for_a_dead_one_and_none_is_an_error():
-    workers = SpawnedWorkers(2, {'GPU': 2}, spawn=True)
-    with VLLMRemoteEngine(workers, weight_transfer='gloo') as engine:
-        model = tiny_causal_lm('gpt2')
-        expected = two_versions(engine, model)[6:]
-        engine.begin(Actor(tiny_causal_lm('gpt2', seed=1)))
-        model = tiny_causal_lm('gpt2')
-        perturb(model)
+        # the new worker receives the next version
         engine.begin(Actor(model))
-        ticket = engine.submit(call_of())
-        workers.kill(1)
-        with pytest.warns(UserWarning, match='worker 1 died .*; another generates its 3 prompts again, from sample 3'):
-            found = records(engine.take(ticket))
-        assert [(i, *rest) for i, _, *rest in found] == [(i, *rest) for i, _, *rest in expected]
-        assert engine._bare == {1}
-        engine.take(engine.submit(call_of()))
-        ticket = engine.submit(call_of())
-        workers.kill(0)
-        with pytest.warns(UserWarning, match='died'), pytest.raises(RuntimeError, match='weights 4 have died'):
-            engine.take(ticket)
+        assert len(engine._sending) == 2
+        engine._finish_sending()
+        assert engine.num_replaced == 1
 
 
 @pytest.mark.system
@@ -160,61 +148,119 @@ def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, 
     die, model = tmp_path / 'die', tiny_causal_lm('gpt2')
     monkeypatch.setenv('STAND_IN_DIES', str(die))
     workers = SpawnedWorkers(1, {'GPU': 2}, spawn=True)
-    with VLLMRemoteEngine(workers, weight_transfer='gloo', max_restarts=1) as engine:
+    with VLLMRemoteEngine(workers, weight_transfer='nccl', max_restarts=1) as engine:
         die.touch()
+        engine.begin(Actor(model))
+        engine.end()
         with pytest.warns(UserWarning, match=r'rollout worker 0 died \(its process ended\); a new one goes on'):
             engine.begin(Actor(model))
-        assert {s.version for s in engine.generate(call_of())} == {1}
+        assert {s.version for s in engine.generate(call_of())} == {2}
+
+
+def test_on_one_gpu_handles_are_sent(monkeypatch):
+    """CUDA IPC sends all handles at once, while the copy is kept."""
+    monkeypatch.setattr(vllm_remote, 'name_of_device', lambda device: 'GPU-1')
+
+    class Workers(SpawnedWorkers):
+        def wait(self, handle):
+            found = super().wait(handle)
+            return ['GPU-1'] if found == [''] else found
+
+    with VLLMRemoteEngine(Workers(1, {'GPU': 1})) as engine:
+        by_handles = two_versions(engine, tiny_causal_lm('gpt2'))
+        assert engine.ways == ['ipc']
+        assert methods(engine, 0) == ['join'] + ['update_weights', 'generate'] * 2
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='store') as engine:
+        assert two_versions(engine, tiny_causal_lm('gpt2')) == by_handles
+    with VLLMRemoteEngine(Workers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
+        with pytest.raises(ValueError, match="is on this process's GPU; use weight_transfer='ipc'"):
+            engine.begin(Actor(tiny_causal_lm('gpt2')))
 
 
 def test_what_a_worker_raises_is_named(monkeypatch):
-    from vllm import Worker
-
-    load, model = Worker.load_weights, tiny_causal_lm('gpt2')
-    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='gloo') as engine:
-        monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
-        with pytest.raises(RuntimeError, match='sending weights 1 by gloo: ZeroDivisionError'):
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
+        model = tiny_causal_lm('gpt2')
+        engine.begin(Actor(model))
+        engine.generate(call_of())
+        engine._finish_sending()
+        sender = engine._links[0].sender
+        monkeypatch.setattr(sender, 'send_weights', lambda: 1 // 0)
+        engine.begin(Actor(model))
+        with pytest.raises(RuntimeError, match='sending weights 2 to rollout worker 0 by nccl: ZeroDivisionError'):
             engine.begin(Actor(model))
-        monkeypatch.setattr(Worker, 'load_weights', load)
-        engine.begin(Actor(model))  # joins again
-        assert {s.version for s in engine.generate(call_of())} == {2}
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
+        from vllm import Worker
+
+        monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
+        engine.begin(Actor(model))
+        with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: ZeroDivisionError'):
+            engine.generate(call_of())
 
 
 def test_mistakes_are_named(monkeypatch):
     for gpus, options, message in (
-        (1, {'weight_transfer': 'ipc'}, "weight_transfer='ipc' is not one of auto, nccl, gloo, store"),
+        (1, {'weight_transfer': 'gloo'}, "weight_transfer='gloo' is not one of auto, nccl, ipc, store"),
         (1, {'engine_options': {'tensor_parallel_size': 2}}, "sets 'tensor_parallel_size' itself"),
         (0.5, {}, 'GPU=0.5 of a vLLM worker must be a whole number'),
         (1, {'engine_options': {'memory_share': 2}}, 'memory_share=2'),
     ):
         with pytest.raises(ValueError, match=message):
             VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': gpus}), **options)
-    actor = Actor(tiny_causal_lm('gpt2'))
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1})) as engine:
-        engine.begin(actor)
-        assert engine.way == 'store'  # auto: weights of a CPU go as buckets
+        monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda',))
+        actor = Actor(tiny_causal_lm('gpt2'))
+        engine.begin(actor)  # auto: weights of a CPU go as buckets
+        assert engine.ways == ['store'] and not any(t.name.startswith('chatgpt') for t in threading.enumerate())
         with pytest.raises(ValueError, match='top_k=3'):
             engine.submit(call_of(SamplingParams(max_new_tokens=3, top_k=3)))
-    for own, theirs, way in (('GPU-1', 'GPU-2', 'nccl'), ('GPU-1', 'GPU-1', None)):
-        for given in ('nccl', 'auto'):
-            with VLLMRemoteEngine(SpawnedWorkers(2, {'GPU': 1}), weight_transfer=given) as engine:
-                engine.workers.call = lambda *_: None
-                engine.workers.wait = lambda _, found=theirs: [found]
-                monkeypatch.setattr(remote, 'name_of_device', lambda _, own=own: own)
-                monkeypatch.setattr(remote, '_device_of', lambda _: torch.device('cuda'))
-                if way or given == 'auto':
-                    assert engine._chosen_way(None) == (way or 'store')
-                else:
-                    with pytest.raises(ValueError, match="the workers on GPU-1; use weight_transfer='store'"):
-                        engine._chosen_way(None)
+    for options, resources, why in (
+        ({'weight_transfer': 'nccl'}, 1, "'nccl' sends from a GPU to others, and these weights are on cpu"),
+        ({'weight_transfer': 'ipc'}, 2, 'several GPUs to a worker'),
+    ):
+        workers = SpawnedWorkers(1, {'GPU': resources})
+        monkeypatch.setattr(workers, 'start', lambda *_: pytest.fail('the workers start'))
+        with VLLMRemoteEngine(workers, **options) as engine, pytest.raises(ValueError, match=why):
+            engine.begin(actor)
+        monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cpu', 'cuda'))
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='ipc') as engine:
+        with pytest.raises(ValueError, match='several ranks'):
+            engine.begin(actor)
 
 
-def test_experts_are_sent_as_in_a_checkpoint():
+def test_nothing_of_sending_runs_on_when_it_is_over(monkeypatch):
+    """`begin` and `close` wait until the copy is in host memory."""
+    original, entered, resume = vllm_remote._to_host, threading.Event(), threading.Event()
+
+    def blocking(*args):
+        entered.set()
+        resume.wait()
+        original(*args)
+
+    monkeypatch.setattr(vllm_remote, '_to_host', blocking)
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+        moving = engine._moving
+        assert entered.wait() and moving.is_alive()
+        threading.Timer(0.2, resume.set).start()
+        engine._finish_sending()
+        assert not moving.is_alive() and engine._moving is None
+        resume.clear()
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+        moving = engine._moving
+        threading.Timer(0.2, resume.set).start()
+    assert not moving.is_alive()
+
+
+def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
+    """Views of a received buffer are aligned, and vLLM knows the names."""
     sizes = {'hidden_size': 8, 'intermediate_size': 4, 'num_hidden_layers': 1, 'vocab_size': 64}
     sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
+    model.model.norm.bfloat16()
     engine = VLLMRemoteEngine(SpawnedWorkers(1))
     tensors = engine.tensors_of(model)
+    assert next(reversed(tensors)) == 'model.norm.weight'
     experts = 'model.layers.0.block_sparse_moe.experts'
     stacked = model.model.layers[0].mlp.experts
     assert torch.equal(tensors[f'{experts}.1.w1.weight'], stacked.gate_up_proj[1, :4])

@@ -1,23 +1,31 @@
 """A fake of the parts of vLLM 0.33 that this package uses, with the same signatures, for a CPU; a single file for all
 modules. It generates with the weights loaded into it, fails while asleep, and splits weights over ranks, each a thread.
-See tests/real_vllm for tests with vLLM itself on a CPU."""
+Weights are sent by gloo instead of NCCL. See tests/real_vllm for tests with vLLM itself on a CPU."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 __version__ = '0.33.0'
-sys.modules['vllm.platforms'] = sys.modules[__name__]
+for _name in ('config', 'platforms', 'distributed', 'distributed.weight_transfer'):
+    sys.modules[f'vllm.{_name}'] = sys.modules[__name__]
+for _name in ('ipc_engine', 'nccl_engine'):
+    sys.modules[f'vllm.distributed.weight_transfer.{_name}'] = sys.modules[__name__]
 current_platform = SimpleNamespace(is_sleep_mode_available=lambda: True)
 
 
@@ -59,10 +67,8 @@ class LLM:
         self.args, self.events = args, []
         self.model_config = SimpleNamespace(dtype=torch.float32)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model)).eval()
-        if args.distributed_executor_backend == 'external_launcher':  # the other ranks are other processes
-            args.tensor_parallel_size = 1
-        self.workers = [Worker(args, rank, self) for rank in range(args.tensor_parallel_size)]
-        self.threads = ThreadPoolExecutor(args.tensor_parallel_size)
+        self.workers = [Worker(args, rank, self) for rank in range(tensor_parallel_size)]
+        self.threads = ThreadPoolExecutor(tensor_parallel_size)
         self.awake, self.asleep = {'weights', 'kv_cache'}, set()
         LLM.made.append(self)
 
@@ -94,8 +100,14 @@ class LLM:
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         return self.collective_rpc('apply_model', args=(func,))
 
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self.collective_rpc('init_weight_transfer_engine', kwargs={'init_info': request['init_info']})
+
     def start_weight_update(self) -> None:
         self.collective_rpc('start_weight_update')
+
+    def update_weights(self, request: Any) -> None:
+        self.collective_rpc('update_weights', kwargs={'update_info': request['update_info']})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.collective_rpc('finish_weight_update')
@@ -117,7 +129,7 @@ class LLM:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Any], sampling_params: Any = None, *, use_tqdm: Any = True) -> list[Any]:
-        assert self.awake == {'weights', 'kv_cache'} and not any(w._weight_update_active for w in self.workers)
+        assert self.awake == {'weights', 'kv_cache'} and not any(w.updating for w in self.workers)
         gate = os.environ.get('STAND_IN_GATE')
         while gate and not os.path.exists(gate):
             time.sleep(0.01)
@@ -152,10 +164,12 @@ class Worker:
         self.rank, self.llm = rank, llm
         self.device = torch.device('cpu')
         self.shards: dict[str, torch.Tensor] = {}
-        self._weight_update_active = False
+        self.updating = False
         self.weight_transfer_engine: Any = None
         if vllm_config.weight_transfer_config is not None:
-            self.weight_transfer_engine = SimpleNamespace(reset_weight_update_target=lambda: None)
+            config = WeightTransferConfig(**vllm_config.weight_transfer_config)
+            create = WeightTransferEngineFactory.create_engine
+            self.weight_transfer_engine = create(config, vllm_config, self.device, self)
 
     def get_model(self) -> Worker:
         return self
@@ -170,11 +184,7 @@ class Worker:
         return fn(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        assert self._weight_update_active, 'tensors derived from the weights would be outdated'
-        die = os.environ.get('STAND_IN_DIES', '')
-        if os.path.exists(die) and self.rank == 1:
-            os.remove(die)
-            os._exit(1)
+        assert self.updating, 'tensors derived from the weights would be outdated'
         own, ranks = self.llm.model.state_dict(), self.vllm_config.tensor_parallel_size
         for name, tensor in weights:
             assert tensor.shape == own[name].shape, name
@@ -185,14 +195,195 @@ class Worker:
     def reload_weights(self, weights_iterator: Any = None) -> None:
         assert 'weights' in self.llm.awake
         self.llm.events.append('load')
-        self._weight_update_active = True
+        self.updating = True
         self.load_weights(weights_iterator)
-        self._weight_update_active = False
+        self.updating = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.init_transfer_engine(init_info)
 
     def start_weight_update(self) -> None:
-        assert self.weight_transfer_engine is not None and not self._weight_update_active
-        self._weight_update_active = True
+        assert self.weight_transfer_engine is not None and not self.updating
+        self.updating = True
+
+    def update_weights(self, update_info: Any) -> None:
+        assert self.updating
+        self.weight_transfer_engine.receive_weights(update_info)
 
     def finish_weight_update(self) -> None:
-        assert self._weight_update_active
-        self._weight_update_active = False
+        assert self.updating
+        self.updating = False
+
+
+# ---------------------------------------------------------------- weights
+
+
+@dataclass
+class WeightTransferConfig:
+    backend: str = 'nccl'
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightSource(ABC):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        assert isinstance(cls.__dict__.get('metadata', cached_property(id)), cached_property)
+
+    @property
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]: ...
+
+    def owned_names(self, rank: int) -> list[str]:
+        return [m.name for m in self.metadata]
+
+    def implements_iter_full(self) -> bool:
+        return type(self).iter_full is not WeightSource.iter_full
+
+    def iter_full(self) -> Any:
+        """Optional; see `implements_iter_full`."""
+        raise NotImplementedError
+
+
+@dataclass
+class IPCTrainerInitInfo:
+    backend: ClassVar[str] = 'ipc'
+    rank: int = field(kw_only=True)
+    packed: bool = False
+
+
+class IPCWeightTransferEngine:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        assert init_info == {'packed': False}
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.model.load_weights((name, torch.from_numpy(array)) for name, array in update_info['here'])
+
+
+class IPCTrainerWeightTransferEngine:
+    def __init__(self, info: IPCTrainerInitInfo, client: Any, source: Any) -> None:
+        assert len(source.owned_names(info.rank)) == len(source.metadata)
+        self.client, self.source = client, source
+        client.init_weight_transfer_engine({'packed': info.packed})
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        self.client.update_weights({'here': [(name, tensor.numpy()) for name, tensor in self.source.iter_full()]})
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass
+class NCCLTrainerInitInfo:
+    backend: ClassVar[str] = 'nccl'
+    rank: int = field(kw_only=True)
+    master_address: str
+    master_port: int
+    world_size: int
+    packed: bool = True
+    packed_buffer_size_bytes: int = 1 << 30
+    packed_num_buffers: int = 2
+
+
+def connect(address: str, port: int, rank: int, world_size: int) -> Any:
+    timeout = timedelta(seconds=60)
+    store = TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+    return ProcessGroupGloo(store, rank, world_size, timeout)
+
+
+def packed_buckets(named: Sequence[ParamMeta], size: int) -> Iterator[list[ParamMeta]]:
+    """Yields the tensors of each buffer, which is sent when it exceeds `size`."""
+    bucket, used = [], 0
+    for one in named:
+        bucket.append(one)
+        used += prod(one.shape) * one.dtype.itemsize
+        if used > size:
+            yield bucket
+            bucket, used = [], 0
+    if bucket:
+        yield bucket
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> None:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+
+
+class NCCLWeightTransferEngine:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.group: Any = None
+        self.named: list[ParamMeta] = []
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        info = self.info = NCCLTrainerInitInfo(rank=0, **init_info)
+        self.group = connect(info.master_address, info.master_port, 1 + self.model.rank, info.world_size)
+        self.named = []
+
+    def receive_weights(self, update_info: Any) -> None:
+        self.named = [ParamMeta(*one) for one in update_info['named']] or self.named
+        for bucket in packed_buckets(self.named, self.info.packed_buffer_size_bytes):
+            sizes = [prod(one.shape) * one.dtype.itemsize for one in bucket]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+            broadcast(self.group, buffer)
+            die = os.environ.get('STAND_IN_DIES', '')
+            if os.path.exists(die) and self.model.rank == 1:
+                os.remove(die)
+                os._exit(1)
+            parts = zip(bucket, buffer.split(sizes), strict=True)
+            self.model.load_weights([(one.name, part.view(one.dtype).view(one.shape)) for one, part in parts])
+
+
+class NCCLTrainerWeightTransferEngine:
+    def __init__(self, info: NCCLTrainerInitInfo, client: Any, source: Any) -> None:
+        assert source.implements_iter_full() and source.metadata
+        self.client, self.source, self.info = client, source, info
+        self.sent: list[ParamMeta] = []
+        payload = asdict(info)
+        del payload['rank']
+        with ThreadPoolExecutor(1) as thread:
+            there = thread.submit(client.init_weight_transfer_engine, payload)
+            self.group = connect(info.master_address, info.master_port, 0, info.world_size)
+            there.result()
+
+    def send_weights(self) -> None:
+        meta = self.source.metadata
+        named = [] if meta == self.sent else [(m.name, m.dtype, m.shape) for m in meta]
+        self.client.start_weight_update()
+        thread = ThreadPoolExecutor(1)
+        try:
+            there = thread.submit(self.client.update_weights, {'named': named})
+            tensors = dict(self.source.iter_full())
+            assert [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()] == meta
+            for bucket in packed_buckets(meta, self.info.packed_buffer_size_bytes):
+                broadcast(self.group, torch.cat([tensors[one.name].view(-1).view(torch.uint8) for one in bucket]))
+            there.result()
+        finally:
+            thread.shutdown(wait=False)
+        self.client.finish_weight_update()
+        self.sent = meta
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+class WeightTransferEngineFactory:
+    @classmethod
+    def create_engine(cls, config: Any, vllm_config: Any, device: Any, model: Any) -> Any:
+        return {'nccl': NCCLWeightTransferEngine, 'ipc': IPCWeightTransferEngine}[config.backend](model)
+
+
+class WeightTransferTrainerFactory:
+    @classmethod
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
+        kinds = {'nccl': NCCLTrainerWeightTransferEngine, 'ipc': IPCTrainerWeightTransferEngine}
+        return kinds[init_info.backend](init_info, client, source)
