@@ -36,6 +36,11 @@ class TensorGroup:
         """Returns [start, stop) of this process's part of `width` elements, see `part_of`."""
         return part_of(width, self.index, self.size)
 
+    @property
+    def capturable(self) -> bool:
+        """True if CUDA graphs can hold its collectives."""
+        return 'nccl' in dist.get_backend(self.group)
+
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Returns the sum over the group in a new tensor, with the same bits on all."""
         out = x.detach().clone(memory_format=torch.contiguous_format)

@@ -19,7 +19,9 @@ from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.engine import changing_shapes
 from chatgpt.rollout.local.fixed_step import HostWatch, row_bucket, slot_bucket
+from chatgpt.strategies import FSDPStrategy, tensor_ranks
 from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
 from chatgpt.types import Prompt
 
 SETTINGS = {
@@ -209,6 +211,45 @@ def test_a_capture_that_breaks_off_leaves_the_allocator_and_the_tokens_whole(mon
     with pytest.warns(UserWarning, match='no CUDA graph'):  # another model does
         phase(engine, tiny_causal_lm('llama'))
     assert cuda.captures == 2
+
+
+def decode_in_parts(failing: int) -> tuple[list[list[int]], list[list[int]], int, bool]:
+    """Decodes with half of a model, in graphs that this process captures unless it is the failing one."""
+    tensor_ranks.TensorGroup.capturable = True  # type: ignore[method-assign, assignment]
+    captures, failed, found = 0, False, []
+    with pytest.MonkeyPatch.context() as patch, FSDPStrategy(device='cpu', tensor_parallel=2) as strategy:
+        FakeCuda(patch, fails='')
+        patch.setattr(torch.cuda, 'CUDAGraph', lambda: types.SimpleNamespace(replay=lambda: None))
+
+        @contextmanager
+        def graph(*_, **__):
+            nonlocal captures
+            if strategy.processes.rank == failing:  # before a collective, as captures run none
+                raise RuntimeError('out of memory')
+            captures += 1
+            yield
+
+        patch.setattr(torch.cuda, 'graph', graph)
+        prepared = strategy.prepare(Actor(tiny_causal_lm('llama', heads=4)))
+        call = Call.of(PROMPTS, SAMPLING, seed=5, indices=range(3))
+        for engine in (Capturing(fixed_steps=True), LocalEngine(fixed_steps=False)):
+            with strategy.full_model(prepared) as part, warnings.catch_warnings():
+                warnings.simplefilter('ignore')
+                engine.begin(part)
+                found.append([s.response_ids.tolist() for s in engine.generate(call)])
+                failed = failed or not engine._can_capture
+                engine.end()
+                failed = failed or not engine._can_capture
+    return found[0], found[1], captures, failed
+
+
+def test_processes_that_share_a_model_capture_together_or_not_at_all():
+    for failing in (1, -1):
+        for rank, (tokens, plain, captures, failed) in enumerate(run_distributed(decode_in_parts, 2, failing)):
+            if failing == 1:  # the other one has made one graph, and uses no more
+                assert tokens == plain and failed and captures == (1 if rank == 0 else 0)
+            else:
+                assert captures >= 1 and not failed
 
 
 @pytest.mark.parametrize(

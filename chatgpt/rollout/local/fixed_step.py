@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from chatgpt.nn.trunk import sharding_group
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
 from chatgpt.rollout.local.masks import MaskForm, Windows
 from chatgpt.rollout.local.slot_cache import SlotCache
@@ -267,8 +268,17 @@ class FixedSteps:
         allocator in an undefined state."""
         with HostWatch(self.device) as watch, _as_if_capturing():
             self._plain_step(*key)
-        if watch.found is not None:
-            self._disable_graphs(f'it needs the host: {watch.found}')
+        self._agree('' if watch.found is None else f'it needs the host: {watch.found}')
+
+    def _agree(self, why_not: str) -> None:
+        """Disables graphs if this process cannot have them, or another one that shares the model: all must make the
+        same captures. A collective of them."""
+        group = sharding_group(self.actor)
+        if group is not None and bool(group.max(torch.tensor(float(bool(why_not)), device=self.device))):
+            why_not = why_not or 'another process that shares it has none'
+            self._graphs.clear()
+        if why_not:
+            self._disable_graphs(why_not)
 
     def _disable_graphs(self, why: str) -> None:
         self.capture, self.capture_failed = False, True
@@ -296,12 +306,13 @@ class FixedSteps:
             with suppress(RuntimeError):  # already ended in newer versions
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             torch.cuda.synchronize(self.device)
-            self._disable_graphs(_first_cause(error))
             self._run_again(before, key)
+            self._agree(_first_cause(error))
             return
         self._graphs[key] = graph
         self.graph_bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
         graph.replay()  # a capture only records
+        self._agree('')
 
     def _plain_step(self, rows: int, slots: int) -> None:
         token, state = self.token[:rows], self.state[:, :rows]

@@ -55,9 +55,10 @@ class LocalRun:
         self.windows = engine.windows_beyond(self.max_width + 1)
         self.attention: AttentionForm = 'plain' if self.windows is not None else engine.attention_form
         wanted = min(num_rows or engine.max_batch_size, len(prompts))
-        # streamed blocks have no fixed addresses, and sums over processes cannot be captured
+        # streamed blocks have no fixed addresses, and only NCCL's sums over processes can be captured
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
-        no_graph = streams or sharding_group(self.actor) is not None
+        group = sharding_group(self.actor)
+        no_graph = streams or (group is not None and not group.capturable)
         fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
         rows, capacity = self._sizes(wanted, fixed, spare_slots)
         self.max_rows = min(wanted, rows)
