@@ -187,6 +187,7 @@ def experience_metrics(
         | environment_metrics(experiences)
         | scaling_metrics(shaper)
         | value_metrics(experiences)
+        | (bias_metrics(experiences) if config.estimator.needs_values else {})
     )
 
 
@@ -241,6 +242,25 @@ def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
         'ppo/advantage_std': _spread(advantages),
         'ppo/explained_variance': float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool))),
     }
+
+
+QUARTERS = 4
+
+
+def bias_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
+    """Returns `ppo/value_bias_K`: mean over tokens of V − R in the K-th quarter of their responses.
+
+    Token i, from 0, of the n that count in a response is in quarter ⌊4 i / n⌋ + 1. A quarter without tokens is left out.
+    """
+    totals = torch.zeros(QUARTERS, dtype=torch.float64)
+    counts = torch.zeros(QUARTERS, dtype=torch.float64)
+    for e in experiences:
+        errors = (e.values[e.response_mask].double() - e.returns[e.response_mask].double()).cpu()
+        quarter = torch.arange(len(errors)) * QUARTERS // max(len(errors), 1)
+        totals.index_add_(0, quarter, errors)
+        counts.index_add_(0, quarter, torch.ones_like(errors))
+    means = zip((totals / counts).tolist(), counts.tolist(), strict=True)
+    return {f'ppo/value_bias_{k}': mean for k, (mean, count) in enumerate(means, 1) if count}
 
 
 def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:

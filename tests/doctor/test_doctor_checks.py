@@ -24,7 +24,7 @@ SCORES: dict[str, Any] = {'rollout/score_mean': lambda i: 0.3 + 0.01 * i, 'rollo
 SCORES |= {'rollout/score_min': -1.0, 'rollout/score_max': 2.0, 'rollout/score_mad': 0.3}
 TEXTS = {'rollout/response_len_mean': 40.0, 'rollout/ended_share': 0.9, 'rollout/entropy': 2.0, 'ppo/entropy': 2.0}
 TEXTS |= {'rollout/repetition_within': 0.02, 'rollout/repetition_across': 0.2}
-VALUES = {'ppo/value_loss': 0.2, 'ppo/explained_variance': 0.4, 'ppo/return_var': 0.5}
+VALUES = {'ppo/policy_loss': 0.0, 'ppo/value_loss': 0.2, 'ppo/explained_variance': 0.4, 'ppo/return_var': 0.5}
 NORMS = {'ppo/actor_grad_norm': 1.0, 'ppo/actor_grad_norm_max': 2.0}
 NORMS |= {'ppo/critic_grad_norm': 1.0, 'ppo/critic_grad_norm_max': 2.0, 'ppo/lr': 3e-4, 'ppo/critic_lr': 1e-3}
 TIMES = {'perf/collect_s': 6.0, 'perf/score_s': 1.0, 'perf/learn_s': 3.0, 'perf/total_s': 10.0, 'perf/other_s': 0.5}
@@ -151,7 +151,39 @@ CASES: dict[str, Case] = {
         ppo(value_loss=50.0, actor_grad_norm=9.0),  # a separate critic
         step=5,
     ),
-    'explained-variance-low': Case(ppo(explained_variance=-0.1), ppo(explained_variance=after(12, 0.1, -0.5)), step=20),
+    'explained-variance-low': Case(
+        ppo(explained_variance=-0.05), ppo(explained_variance=after(12, 0.1, -0.5)), step=20
+    ),
+    'critic-worse-than-constant': Case(
+        ppo(explained_variance=-0.3, policy_loss=after(4, 0.0, None)),  # three phases of warm-up do not count
+        ppo(explained_variance=lambda i: -30.0 / i**2),  # comes up from far below
+        step=13,
+    ),
+    'critic-worse-than-constant, now and then': Case(
+        ppo(explained_variance=-0.3), ppo(explained_variance=lambda i: -0.3 if i % 5 else 0.01), step=10
+    ),
+    'critic-warmup-short': Case(
+        ppo(explained_variance=lambda i: min(0.09 * i - 0.2, 0.6), policy_loss=after(3, 0.0, None)),
+        ppo(explained_variance=lambda i: min(0.09 * i + 0.1, 0.6), policy_loss=after(3, 0.0, None)),  # 0.37 at phase 3
+        step=9,
+        about={'settings': {'critic_warmup_phases': 2}},
+        about_without={'settings': {'critic_warmup_phases': 2}},
+    ),
+    'critic-warmup-short, no warm-up': Case(
+        ppo(explained_variance=lambda i: 0.06 * i, policy_loss=after(3, 0.0, None)),
+        ppo(explained_variance=lambda i: 0.06 * i),
+        step=10,
+        about={'settings': {'critic_warmup_phases': 2}},
+        about_without={'settings': {'critic_warmup_phases': 0}},
+    ),
+    'critic-warmup-short, late': Case(
+        ppo(explained_variance=lambda i: 0.06 * i, policy_loss=after(3, 0.0, None)),
+        ppo(explained_variance=lambda i: 0.1 + 0.4 * (i > 20), policy_loss=after(2, 0.0, None)),
+        step=10,
+        phases=30,
+        about={'settings': {'critic_warmup_phases': 2}},
+        about_without={'settings': {'critic_warmup_phases': 1}},
+    ),
     'over-optimisation': Case(
         {'eval/truth_mean': lambda i: (1.0 - abs(i - 12) / 12) if i % 4 == 0 else None, 'rollout/score_std': 0.2},
         {'eval/truth_mean': lambda i: i / 24 if i % 4 == 0 else None, 'rollout/score_std': 0.2},

@@ -14,9 +14,10 @@ from recorded import recorded_row
 
 from chatgpt.monitor.doctor import Finding
 from chatgpt.monitor.report import what_improved, write_report
-from chatgpt.monitor.report.parts import part
+from chatgpt.monitor.report.parts import part, warm_critic
 from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 from chatgpt.monitor.report.runs import read_run, why_ended
+from chatgpt.monitor.report.turns import by_turn
 from chatgpt.monitor.run_folder import RunFolder, Start
 
 
@@ -203,3 +204,46 @@ def test_phases_of_a_page_are_spread():
     assert phases_for_page([], 3) == [] and phases_for_page([1, 2], 3) == [1, 2]
     assert phases_for_page(list(range(1, 10)), 5) == [1, 3, 5, 7, 9]
     assert phases_for_page([1, 2, 3], 1) == [3]
+
+
+def episode_row(phase: int, index: int, turns: list[tuple[int, int]], values: list[float], returns: list[float]) -> Any:
+    episode = {'turns': [{'start': a, 'stop': b, 'rewards': {}} for a, b in turns], 'end': 'terminated'}
+    numbers = {'values': values, 'returns': returns, 'episode': json.dumps(episode)}
+    return recorded_row(phase, index, ['r'] * len(values), **numbers)
+
+
+def test_values_and_returns_by_turn_are_those_of_the_first_tokens_of_the_latest_phases():
+    old = [
+        episode_row(p, 0, [(0, 1), (1, 2)], [9.0, 9.0], [9.0, 9.0]) for p in (1, 2)
+    ]  # of the five phases, two are old
+    long = [episode_row(p, 0, [(0, 2), (3, 5)], [1.0, 7.0, 7.0, 2.0, 7.0], [3.0, 8.0, 8.0, 4.0, 8.0]) for p in (3, 4)]
+    short = episode_row(5, 1, [(0, 2)], [4.0, 7.0], [6.0, 8.0])
+    short['mask'] = [False, True]
+    drawing = by_turn([*old, *long, short])
+    assert drawing is not None and drawing.phases == [3, 4, 5]
+    assert drawing.turns == [(1, 3, (1.0 + 1.0 + 7.0) / 3, (3.0 + 3.0 + 8.0) / 3), (2, 2, 2.0, 4.0)]
+    (x1, value), (x2, _) = drawing.lines['value']
+    (_, target), _ = drawing.lines['return']
+    assert (x1, x2) == (54, 442) and target < value  # a higher number is drawn higher
+    assert [text for _, text in drawing.x_ticks] == ['1', '2'] and drawing.y_ticks[0][1] == '2'
+
+
+def test_nothing_is_drawn_by_turn_without_a_critic_or_a_second_turn():
+    turns = [(0, 1), (1, 2)]
+    assert by_turn([episode_row(1, 0, turns, [1.0, 1.0], [1.0, 1.0])]) is not None  # a constant has a scale too
+    assert by_turn([episode_row(1, 0, turns, [0.0, 0.0], [1.0, 1.0])]) is None
+    assert by_turn([episode_row(1, 0, turns[:1], [1.0, 1.0], [1.0, 1.0])]) is None
+    assert by_turn([recorded_row(1, 0)]) is None
+
+
+def test_the_head_has_the_explained_variance_of_the_first_actor_step(tmp_path):
+    folder = make_run(tmp_path, 4)
+    assert warm_critic(run(folder)) == []  # the actor did not wait
+    rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    for row in rows:
+        row['ppo/explained_variance'] = 0.1 * row['step']
+        if row['step'] < 3:
+            del row['ppo/policy_loss']
+    write_lines(folder / 'metrics.jsonl', rows)
+    assert warm_critic(run(folder)) == ['explained variance 0.3 at the first actor step, phase 3']
+    assert 'explained variance 0.3' in texts(part('head', [run(folder)], 'it'))

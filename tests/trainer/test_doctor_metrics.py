@@ -14,7 +14,7 @@ from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.experience import RewardModelScorer
 from chatgpt.trainer.experience.scorers import rescored
-from chatgpt.trainer.metrics import group_metrics, rank_metrics, repetition, rollout_metrics
+from chatgpt.trainer.metrics import bias_metrics, group_metrics, rank_metrics, repetition, rollout_metrics
 from chatgpt.trainer.run_control import PhaseClock
 
 
@@ -52,6 +52,25 @@ def test_repetition_by_hand():
     assert measured(token_ids, [9, 1, 2, 3, 4]) == pytest.approx((0.1, 1 - 5 / 6))
     # too short, and no 4-gram spans two responses
     assert measured([1, 1, 1], [1, 1, 1]) is measured([1, 2, 3]) is measured() is None
+
+
+def test_the_bias_of_values_by_quarter_of_the_tokens_that_count():
+    """Five tokens count of seven: in quarters 1, 1, 2, 3, 4. A response of one token is in the first, an empty one in
+    none."""
+    mask = torch.tensor([True, True, False, True, False, True, True])
+    values = torch.where(mask, torch.tensor([1.0, 2.0, 0.0, 3.0, 0.0, 4.0, 5.0]), torch.nan)
+    long = experience(0, [3], [4] * 7, response_mask=mask, values=values, returns=torch.ones(7))
+    short = experience(1, [3], [4], values=torch.tensor([0.5]), returns=torch.tensor([2.0]))
+    empty = experience(2, [3], [4], values=torch.tensor([9.0]), response_mask=torch.tensor([False]))
+    biases = {1: (0.0 + 1.0 - 1.5) / 3, 2: 2.0, 3: 3.0, 4: 4.0}
+    assert bias_metrics([long, short, empty]) == pytest.approx({f'ppo/value_bias_{k}': b for k, b in biases.items()})
+    assert bias_metrics([short]) == {'ppo/value_bias_1': -1.5} and bias_metrics([empty]) == {}
+
+
+def test_only_a_run_with_a_critic_has_the_bias_of_values():
+    for estimator, number in (('gae', 4), ('reinforce++', 0)):
+        _, phases = ppo_on_ids.run(1, advantage_estimator=estimator)
+        assert sum(name.startswith('ppo/value_bias_') for name in phases[0]) == number
 
 
 def test_the_median_deviation_of_scores():

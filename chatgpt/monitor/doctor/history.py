@@ -139,6 +139,17 @@ class History:
         return 'ppo/value_loss' in self._values
 
     @property
+    def first_actor_step(self) -> int | None:
+        """The phase of the actor's first optimizer step: the first after the warm-up of the critic."""
+        series = self.series('ppo/policy_loss')
+        return series[0][0] if series else None
+
+    def since_actor(self, name: str) -> list[tuple[int, float]]:
+        """Returns (phase, value) from the phase of the actor's first step on."""
+        first = self.first_actor_step
+        return [] if first is None else [(step, value) for step, value in self.series(name) if step >= first]
+
+    @property
     def shares_trunk(self) -> bool:
         """True if policy and value head are one model, with one optimizer."""
         return self.has_critic and 'ppo/critic_lr' not in self._values

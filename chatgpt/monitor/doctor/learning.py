@@ -284,7 +284,63 @@ def value_loss_dominates(h: History) -> Seen | None:
     )
 
 
-@check('explained-variance-low', 'warning', 'the critic explains nothing', unless=('scores-equal',))
+@check('critic-worse-than-constant', 'warning', 'the critic is worse than a constant', unless=('scores-equal',))
+def critic_worse_than_constant(h: History) -> Seen | None:
+    phases = int(LIMITS['worse_phases'])
+    latest = [value for _, value in h.since_actor('ppo/explained_variance')][-phases:]
+    if not h.has_critic or len(latest) < phases or max(latest) >= 0.0 or median(latest) > LIMITS['variance_worse']:
+        return None
+    if _better(latest) or h.solved_share >= LIMITS['solved']:
+        return None
+    which, rate, rule = _critic_rate(h)
+    high = rate > 3 * rule
+    slower = f'{which} from {rate:.1g} to {rule if high else rate / 3:.1g}'
+    return Seen(
+        f'explained variance below 0 in {phases} phases in a row, {median(latest):.2f} in the median; a constant has 0',
+        'a learning rate too high for a critic of this size'
+        if high
+        else 'a critic that starts far off and learns too slowly, or steps too far after the latest responses',
+        f'critic_warmup_phases=5, in which the actor waits for it; {slower}; or begin it from a learned one (critic_from)',
+    )
+
+
+def _better(values: list[float]) -> bool:
+    """Returns True if the later half is nearer to 0 by a quarter: a critic that comes up from far below."""
+    half = len(values) // 2
+    return median(values[half:]) > 0.75 * median(values[:half])
+
+
+def _critic_rate(h: History) -> tuple[str, float, float]:
+    """Returns the name of the critic's learning rate, its highest value, and the recommended one."""
+    which = 'critic_lr' if h.count('ppo/critic_lr') else 'lr'
+    rate = h.highest(f'ppo/{which}', 0.0)
+    parameters = (h.record.models if h.record is not None else {}).get('critic', {}).get('parameters')
+    return which, rate, recommended_lr(parameters, 'rm') if parameters else rate
+
+
+@check('critic-warmup-short', 'note', 'the warm-up of the critic was too short', unless=('scores-equal',))
+def critic_warmup_short(h: History) -> Seen | None:
+    series = h.since_actor('ppo/explained_variance')
+    warmup = h.setting('critic_warmup_phases', 0)
+    if not warmup or not h.has_critic or not NOW < len(series) <= LIMITS['warm_phases']:
+        return None
+    (step, first), now = series[0], h.now('ppo/explained_variance')
+    if first > LIMITS['warm_variance'] or now - first < LIMITS['warm_rise']:
+        return None
+    reached = next(at for at, value in series if value - first >= 0.75 * (now - first))
+    return Seen(
+        f'explained variance {first:.2f} at the first actor step (phase {step}), {now:.2f} over the last {NOW} phases',
+        'the critic still learns where the actor already steps along its errors',
+        f'critic_warmup_phases from {warmup} to {max(reached, 2 * warmup)}, or twice as many critic_epochs',
+    )
+
+
+@check(
+    'explained-variance-low',
+    'warning',
+    'the critic explains nothing',
+    unless=('scores-equal', 'critic-worse-than-constant'),
+)
 def explained_variance_low(h: History) -> Seen | None:
     name, phases = 'ppo/explained_variance', int(LIMITS['variance_median'])
     if not h.has_critic or h.count(name) < LIMITS['variance_phases']:
@@ -292,10 +348,7 @@ def explained_variance_low(h: History) -> Seen | None:
     now = median(h.last(name, phases))
     if now > 0.0 or h.now('ppo/return_var') <= 1e-12 or h.solved_share >= LIMITS['solved']:
         return None
-    which = 'critic_lr' if h.count('ppo/critic_lr') else 'lr'
-    rate = h.highest(f'ppo/{which}', 0.0)
-    parameters = (h.record.models if h.record is not None else {}).get('critic', {}).get('parameters')
-    rule = recommended_lr(parameters, 'rm') if parameters else rate
+    which, rate, rule = _critic_rate(h)
     high = rate > 3 * rule
     return Seen(
         f'explained variance {now:.2f} in the median of {phases} phases, at phase {h.step}; a constant has 0',

@@ -35,6 +35,15 @@ LIMITS: dict[str, float] = {
     'value_term': 1.0,  # value_coef · value loss; the mean |advantage| of the policy term is 0.8 when whitened
     'variance_phases': 20,  # phases: a new critic needs some
     'variance_median': 10,  # phases whose median must be above 0
+    # share: advantages have a tenth more variance than those of a constant; nearer to 0 the critic says nothing, which is
+    # another finding
+    'variance_worse': -0.1,
+    'worse_phases': 10,  # phases in a row after the actor's first step, which an untrained critic needs as well
+    # share: less than a fifth of the variance of returns is gone from the advantages; a warm-up ends when explained
+    # variance is good (VAPO, arXiv 2504.05118, section 4.1)
+    'warm_variance': 0.2,
+    'warm_rise': 0.3,  # of explained variance: more than it differs from phase to phase in a settled run
+    'warm_phases': 20,  # phases after the actor's first step: a later rise has other reasons than the warm-up
     'saturated_std': 0.05,  # of the standard deviation at the start
     'equal_phases': 3,  # phases in a row: one may be chance
     # robust standard deviations (1.4826 · median absolute deviation, now or at the start): no normal distribution has

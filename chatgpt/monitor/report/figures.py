@@ -10,6 +10,7 @@ from chatgpt.monitor.report.charts import DERIVED, PLANNED, Drawn, choose, one_m
 from chatgpt.monitor.report.parts import COLORS, part, place_of, spread
 from chatgpt.monitor.report.runs import Run
 from chatgpt.monitor.report.series import Column, number, thinned
+from chatgpt.monitor.report.turns import by_turn
 
 TABLE_ROWS = 24
 PAPER_ROWS = 9
@@ -68,7 +69,10 @@ def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = f
     whole = sum(map(len, groups.values()))
     note = f'{most} of {whole} charts; the numbers of all are in metrics.jsonl.' if whole > most else ''
     data = {'phases': [_short(at) for at in phases], 'charts': list(charts.values())}
-    return Curves(part('curves', shown, note), data, [(group, place) for group, place, _ in shown], list(metrics))
+    turns = by_turn(runs[0].recorded) if len(runs) == 1 else None
+    return Curves(
+        part('curves', shown, note, turns), data, [(group, place) for group, place, _ in shown], list(metrics)
+    )
 
 
 def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:

@@ -12,6 +12,7 @@ from chatgpt.monitor.doctor.diagnosis import explanations
 from chatgpt.monitor.report.runs import Run, all_settings
 from chatgpt.monitor.report.series import KL, average, nats, number, what_improved
 from chatgpt.monitor.report.text import cut, duration, moment_of, plain, script_json, time_text, value_text
+from chatgpt.monitor.report.turns import HEIGHT, WIDTH
 
 STATUS = {
     'ended': ('good', 'ended'),
@@ -58,6 +59,7 @@ def _macros() -> Any:
     functions += [samples_of, settings_of, tiles_of, time_text, turns_of, what_improved]
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {'COLORS': COLORS, 'Markup': Markup, 'STATUS': STATUS, 'shell_words': shlex.join}
+    environment.globals['SIZE'] = WIDTH, HEIGHT
     environment.globals['script_json'] = lambda value: Markup(script_json(value))
     return environment.get_template('report.html.j2').module
 
@@ -75,6 +77,7 @@ def facts_of(run: Run) -> list[str]:
     if record is None:
         return facts
     facts.insert(0, record.method)
+    facts += warm_critic(run)
     if record.starts:
         first, last = record.starts[0], record.starts[-1]
         facts.append(f'started {time_text(first.at)}')
@@ -84,6 +87,16 @@ def facts_of(run: Run) -> list[str]:
         if start is not None and end is not None:
             facts.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
     return facts
+
+
+def warm_critic(run: Run) -> list[str]:
+    """Returns the explained variance of the critic at the actor's first step, of a run whose actor waited for it."""
+    actor, variance = (run.columns.get(f'ppo/{name}', ((), ())) for name in ('policy_loss', 'explained_variance'))
+    first = actor[0][0] if actor[0] else None
+    values = dict(zip(*variance, strict=True))
+    if first is None or min(values, default=first) == first or values.get(first) is None:
+        return []
+    return [f'explained variance {number(values[first])} at the first actor step, phase {first}']
 
 
 def have_other_rewards(runs: Sequence[Run]) -> bool:

@@ -294,10 +294,10 @@
     mounted.forEach((chart) => chart.repaint());
   }
 
-  const figures = [...document.querySelectorAll('.chart')];
+  const figures = [...document.querySelectorAll('.chart[data-chart]')];
   if (figures.length) {
     document.querySelectorAll('.curves > .fold > details').forEach((part) => {
-      const draw = () => part.open && part.querySelectorAll('.chart').forEach(mount);
+      const draw = () => part.open && part.querySelectorAll('.chart[data-chart]').forEach(mount);
       part.addEventListener('toggle', draw);
       draw();
     });
