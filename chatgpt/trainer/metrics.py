@@ -250,7 +250,8 @@ QUARTERS = 4
 def bias_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
     """Returns `ppo/value_bias_K`: mean over tokens of V − R in the K-th quarter of their responses.
 
-    Token i, from 0, of the n that count in a response is in quarter ⌊4 i / n⌋ + 1. A quarter without tokens is left out.
+    Token i, from 0, of the n that count in a response is in quarter ⌊4 i / n⌋ + 1. Quarters without a token are left
+    out.
     """
     totals = torch.zeros(QUARTERS, dtype=torch.float64)
     counts = torch.zeros(QUARTERS, dtype=torch.float64)

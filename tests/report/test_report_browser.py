@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from limits import painted
 from made_runs import HOSTILE, make_run, write_lines, write_sequences
+from recorded import recorded_row
 
 from chatgpt.monitor.report import write_report
+from chatgpt.monitor.run_folder.rollouts import FOLDER, write_rollouts
 
 
 class Opened:
@@ -300,6 +302,24 @@ def test_the_overview_fits_one_screen_and_parts_open(opened, words, width, heigh
     for summary in page.page.locator('.curves > .fold > details[open] > summary').all()[::-1]:
         summary.click()
     assert not page.page.locator('.controls').is_visible()
+
+
+def test_values_and_returns_by_turn_are_drawn_between_their_axes(opened, tmp_path):
+    folder = make_run(tmp_path)
+    turns = {'turns': [{'start': k, 'stop': k + 1, 'rewards': {}} for k in range(3)], 'end': 'terminated'}
+    numbers = {'values': [0.0, 1.0, 2.0], 'returns': [2.0, 1.0, 0.0], 'episode': json.dumps(turns)}
+    write_rollouts(folder / FOLDER, 1, [recorded_row(1, 0, ['r'] * 3, **numbers)])
+    page = opened(folder)
+    page.page.locator('#critic > details > summary').click()
+    figure = page.page.locator('#chart-values-by-turn')
+    figure.scroll_into_view_if_needed()
+    area = figure.locator('svg').bounding_box()
+    lines = [[c.bounding_box() for c in figure.locator(f'.line-{k} circle').all()] for k in (1, 2)]
+    for boxes, falls in zip(lines, (False, True), strict=True):
+        assert len(boxes) == 3 and all(area['x'] <= b['x'] <= area['x'] + area['width'] for b in boxes)
+        assert (boxes[0]['y'] < boxes[2]['y']) == falls
+    assert lines[0][1] == lines[1][1]  # they cross at the second turn
+    assert figure.locator('.u-over').count() == 0 and 'value return' in ' '.join(figure.inner_text().split())
 
 
 def test_without_scripts_the_numbers_are_readable(opened, words, browser):

@@ -213,9 +213,7 @@ def episode_row(phase: int, index: int, turns: list[tuple[int, int]], values: li
 
 
 def test_values_and_returns_by_turn_are_those_of_the_first_tokens_of_the_latest_phases():
-    old = [
-        episode_row(p, 0, [(0, 1), (1, 2)], [9.0, 9.0], [9.0, 9.0]) for p in (1, 2)
-    ]  # of the five phases, two are old
+    old = [episode_row(p, 0, [(0, 1), (1, 2)], [9.0, 9.0], [9.0, 9.0]) for p in (1, 2)]
     long = [episode_row(p, 0, [(0, 2), (3, 5)], [1.0, 7.0, 7.0, 2.0, 7.0], [3.0, 8.0, 8.0, 4.0, 8.0]) for p in (3, 4)]
     short = episode_row(5, 1, [(0, 2)], [4.0, 7.0], [6.0, 8.0])
     short['mask'] = [False, True]

@@ -300,7 +300,7 @@ def critic_worse_than_constant(h: History) -> Seen | None:
         'a learning rate too high for a critic of this size'
         if high
         else 'a critic that starts far off and learns too slowly, or steps too far after the latest responses',
-        f'critic_warmup_phases=5, in which the actor waits for it; {slower}; or begin it from a learned one (critic_from)',
+        f'critic_warmup_phases=5, in which the actor waits for it; {slower}; or a learned start (critic_from)',
     )
 
 

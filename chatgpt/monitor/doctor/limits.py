@@ -35,8 +35,7 @@ LIMITS: dict[str, float] = {
     'value_term': 1.0,  # value_coef · value loss; the mean |advantage| of the policy term is 0.8 when whitened
     'variance_phases': 20,  # phases: a new critic needs some
     'variance_median': 10,  # phases whose median must be above 0
-    # share: advantages have a tenth more variance than those of a constant; nearer to 0 the critic says nothing, which is
-    # another finding
+    # share: advantages have a tenth more variance than those of a constant; nearer to 0 is another finding
     'variance_worse': -0.1,
     'worse_phases': 10,  # phases in a row after the actor's first step, which an untrained critic needs as well
     # share: less than a fifth of the variance of returns is gone from the advantages; a warm-up ends when explained
