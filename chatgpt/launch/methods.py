@@ -142,6 +142,18 @@ METHODS: Registry[Recipe] = Registry(
             policy_loss='reinforce',
             max_epochs=1,
         ),
+        'vc-ppo': _online(
+            'VC-PPO: a critic that is learned first and from whole returns', value_lam=1.0, critic_warmup_phases=3
+        ),
+        'vapo': _online(
+            'VAPO: VC-PPO with a λ that follows the length, a higher upper clip and groups',
+            value_lam=1.0,
+            lam_length=0.05,
+            critic_warmup_phases=3,
+            eps_clip_high=0.28,
+            num_samples_per_prompt=16,
+            kl_coef=0.0,
+        ),
         'dpo': _preference(
             'DPO, IPO, cDPO, robust and hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'
         ),
