@@ -8,7 +8,7 @@ from typing import Any
 
 from chatgpt.data.formats import copy_tokenizer, is_for_encoder_decoder, note_model
 from chatgpt.launch.rules import same_file
-from chatgpt.launch.runs import PPORun
+from chatgpt.launch.runs import CriticRun, PPORun
 from chatgpt.nn.heads import head_width, load_head, stored_support
 from chatgpt.nn.layouts import layout_of, longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
@@ -101,7 +101,7 @@ def check_critic(run: PPORun, source: str, policy_config: Any, tokenizer: Any) -
                 f"{name} has no {HEAD_FILE} for states of width {width}, and with critic='shared' only a head is "
                 "taken: give the actor's folder of such a run, or leave it out"
             )
-        _check_support(run, name, support)
+        check_support(run, name, support)
         return None
     if run.shared_trunk:
         check_adapter('critic', source, run.pretrain)
@@ -116,11 +116,11 @@ def check_critic(run: PPORun, source: str, policy_config: Any, tokenizer: Any) -
             'the same tokenizer'
         )
     if support is not None and not is_scorer(source, config):  # a score says nothing of bins
-        _check_support(run, name, support)
+        check_support(run, name, support)
     return config
 
 
-def _check_support(run: PPORun, name: str, found: dict[str, float]) -> None:
+def check_support(run: PPORun | CriticRun, name: str, found: dict[str, float]) -> None:
     if found == run.critic_support:
         return
     needed = f"critic_loss='categorical', critic_loss_settings={found}" if found else "critic_loss='mse' or 'huber'"

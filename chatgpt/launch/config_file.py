@@ -96,10 +96,10 @@ def parse_run(
     method: str | None = None,
     prog: str | None = None,
 ) -> R:
-    """Returns the run of a command line: a positional source of data, flags, `--config_file`, `key=value` words.
+    """Returns the run of a command line: positional sources of data, flags, `--config_file`, `key=value` words.
 
     Args:
-        positional: the field that a word without `=` sets.
+        positional: the field that a word without `=` sets, or several words if it is a list.
         method: name in `METHODS` of the method that gives the defaults; None: that of the user or of the class.
         prog: name of the command in --help.
 
@@ -115,12 +115,14 @@ def parse_run(
     flags, words = _split_argv(argv, cls)
     given = vars(parser.parse_args(flags))
     plain, path, show = given.pop('words', []), given.pop('config_file', None), given.pop('print_config', False)
-    if len(plain) > (positional is not None):
+    several = positional is not None and hints_of(cls)[positional] == list[str] | None
+    if len(plain) > (positional is not None) and not several:
         parser.error(f'{plain[-1]!r} is one word too many')
     entries = list(flat(read_file(path))) if path is not None else []
     values = values_of(entries, cls, f'config_file {path}')
     values |= values_of(overrides(words), cls, 'command line', {key: value for _, key, value in entries})
-    values |= {positional: plain[0]} if plain and positional is not None else {}
+    if plain and positional is not None:
+        values[positional] = plain if several else plain[0]
     presets = presets_of(method)
     before = given_before(cls, presets | values | given)
     values, of_processes = to_our_settings(values | given, cls, before)
@@ -155,9 +157,11 @@ def run_parser(
 ) -> Parser:
     """Returns a parser of a run's flags. --help shows the common ones in groups, with `everything` all of them."""
     parser = Parser(description=description, prog=prog, add_help=False, argument_default=argparse.SUPPRESS)
-    word = f'[{positional.upper()}] ' if positional else ''
+    hints = hints_of(cls)
+    more = ' ...' if positional and hints[positional] == list[str] | None else ''
+    word = f'[{positional.upper()}{more}] ' if positional else ''
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
-    hints, docs, all_fields = hints_of(cls), field_docs(cls), {f.name: f for f in fields(cls)}
+    docs, all_fields = field_docs(cls), {f.name: f for f in fields(cls)}
     common = {name: title for title, names in cls.common.items() for name in names}
     presets = presets_of(method)
 

@@ -26,7 +26,8 @@ MIB = 2**20
 
 def final_folder(run: Run, name: str) -> Path:
     """Returns the folder of the trained model `name`: actor, reward_model or critic."""
-    return Path(run.save_path, name) if name == 'critic' or not run.model_path else Path(run.model_path)
+    beside = name == 'critic' and run.trained != 'critic'
+    return Path(run.save_path, name) if beside or not run.model_path else Path(run.model_path)
 
 
 def check_resume(args: Run) -> None:

@@ -183,7 +183,7 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
     check_tokenizer(tokenizer, config)
     check_router_loss(config)
     check_run_apart(run, config)
-    check_parts(run, config, kind.reward_model if run.trained == 'reward_model' else kind.actor)
+    check_parts(run, config, getattr(kind, run.trained))
     note_model(tokenizer, config)
     choose_text(tokenizer, run.apply_chat_template)
     return config, tokenizer

@@ -31,9 +31,9 @@ class Recipe:
             tokenizer=..., run_dir=...)`, as the trainers of `chatgpt.trainer.objectives`; PPO's has other arguments.
         run: class of the settings of a command line, a `runs.Run`; None: `runs.DataRun`, or `runs.PreferenceRun` for a
             `PreferenceConfig`, with the fields of `config`.
-        model: class of the trained model: 'Actor', 'RM' or 'ILQLModel'.
+        model: class of the trained model: 'Actor', 'RM', 'Critic' or 'ILQLModel'.
         reader: function of (run, inputs) that sets `inputs.train` and `inputs.validation`.
-        positional: the setting that a plain word of the command line sets.
+        positional: the setting that a plain word of the command line sets, or several words if it is a list.
         defaults: values of settings that are None; a learning rate of None follows from the model's size.
         learning: key of `SHARES` in `chatgpt.monitor.learning_rate`, which gives that rate.
         settings: defaults that differ from the class's, such as the advantage estimator of GRPO.
@@ -94,6 +94,16 @@ METHODS: Registry[Recipe] = Registry(
             model='RM',
             reader='chatgpt.launch.inputs:read_preferences',
             learning='rm',
+        ),
+        'critic': Recipe(
+            about='a critic from the recorded responses of earlier runs',
+            run='chatgpt.launch.runs:CriticRun',
+            config=f'{CONFIGS}:CriticConfig',
+            trainer=f'{OBJECTIVES}.critic:CriticTrainer',
+            model='Critic',
+            reader='chatgpt.launch.recorded:read_recorded',
+            positional='rollouts',
+            learning='critic',
         ),
         'ppo': _online('PPO with a critic, on prompts and a reward'),
         'grpo': _online(

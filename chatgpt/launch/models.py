@@ -12,7 +12,7 @@ import torch
 from chatgpt import nn
 from chatgpt.launch.beside import critic_source
 from chatgpt.launch.inputs import Inputs
-from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.runs import CriticRun, PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.heads import CategoricalHead, load_head, stored_support
 from chatgpt.nn.kinds import MODELS
@@ -86,6 +86,8 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
     """
     run, source = inputs.run, inputs.model
     named = isinstance(source, (str, Path))
+    if kind == 'Critic' and isinstance(run, CriticRun):
+        return build_critic(inputs, str(source), inputs.config)
     if kind == 'ILQLModel':
         return nn.ILQLModel(load_causal_lm(source) if named else source)
     options |= run.lora_keywords()
@@ -124,8 +126,8 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     if isinstance(reward, (str, Path)):
         reward = nn.RewardModel.from_pretrained(reward, trust_remote_code=run.trust_remote_code)
     critic = None
-    if own_critic and critic_source(run):
-        critic = build_critic(inputs)
+    if own_critic and (source := critic_source(run)):
+        critic = build_critic(inputs, source, inputs.critic_config)
     elif own_critic and run.critic_from == 'reward_model' and inputs.reward_tokenizer is None and _has_head(reward):
         head = bins_head(inputs, reward.model.config)
         critic = nn.Critic.from_reward_model(reward, value_head=head, **run.lora_keywords())
@@ -135,12 +137,10 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor), mask)
 
 
-def build_critic(inputs: Inputs) -> Any:
-    """Returns the critic from the folder or hub name of `critic_from`: with the head that is stored there, but with a
-    new one for a categorical loss from a reward model, and from a model without a head."""
-    run, config = inputs.run, inputs.critic_config
-    assert isinstance(run, PPORun)
-    source = str(critic_source(run))
+def build_critic(inputs: Inputs, source: str, config: Any) -> Any:
+    """Returns the critic from a folder or hub name with this config: with the head that is stored there, but with a new
+    one for a categorical loss from a reward model, and from a model without a head."""
+    run = inputs.run
     options: dict[str, Any] = {'checkpoint': run.gradient_checkpointing, 'trust_remote_code': run.trust_remote_code}
     if is_scorer(source, config):
         reward, head = nn.RewardModel.from_pretrained(source, **options), bins_head(inputs, config)

@@ -12,7 +12,7 @@ import torch
 
 from chatgpt.launch.arguments import world_size_from_env
 from chatgpt.launch.inputs import Inputs, sequences_of
-from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import NO_PLAN, CriticRun, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan
 from chatgpt.plan.advice import advice, explain_out_of_memory
@@ -50,12 +50,12 @@ def setup_of(inputs: Inputs) -> Setup:
         'strategy_options': {name: getattr(run, name) for name in STRATEGY_OPTIONS if is_changed(run, name)},
         **this_machine(),
     }
-    if isinstance(run, (SFTRun, RewardRun)):
+    if isinstance(run, (SFTRun, RewardRun, CriticRun)):
         sequences = [sequence for record in inputs.train for sequence in sequences_of(record)]
         response = max(len(s.response_ids) for s in sequences)
         longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
         others |= {'max_prompt_tokens': max(longest - response, 1), 'max_new_tokens': response}
-        return Setup.of(run, task='reward_model' if isinstance(run, RewardRun) else 'sft', **others)
+        return Setup.of(run, task='sft' if isinstance(run, SFTRun) else run.trained, **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)
     reward = load_config(run.reward_model, trust_remote_code=run.trust_remote_code) if run.reward_model else None

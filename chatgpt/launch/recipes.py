@@ -22,6 +22,7 @@ from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
 from chatgpt.launch.models import (
     PPOModels,
+    bins_head,
     build_model,
     build_ppo_models,
     build_ppo_on_trunk,
@@ -248,7 +249,9 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
-        model = trunk_role(inputs, method.model, make_trunk(inputs, strategy.numerics.dtype, strategy.device))
+        trunk = make_trunk(inputs, strategy.numerics.dtype, strategy.device)
+        head = {'value_head': bins_head(inputs)} if method.model == 'Critic' else {}
+        model = trunk_role(inputs, method.model, trunk, **head)
         initial = None
     else:
         with strategy.model_init_context():
@@ -311,7 +314,7 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
         trainer.save_pretrained(path, card_samples=run.card_samples)
         if run.save_adapter:
             write_adapter(run, trainer, run.trained, 'adapter')
-        if by_name and 'critic' in trainer.models():
+        if by_name and run.trained != 'critic' and 'critic' in trainer.models():
             write_critic(run, trainer)
         if run.need_optim_ckpt:
             for name, optimizer in trainer.optimizers().items():
@@ -332,6 +335,8 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     place = shlex.quote(str(path))
     if run.trained == 'reward_model':
         return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
+    if run.trained == 'critic':
+        return f'python -m chatgpt ppo PROMPTS --pretrain MODEL --critic_from {place}'
     if isinstance(run, PPORun) and run.environment is not None:
         options = f" --environment_options '{json.dumps(run.environment_options)}'" if run.environment_options else ''
         return f'python -m chatgpt evaluate {place} --environment {shlex.quote(run.environment)}{options}'

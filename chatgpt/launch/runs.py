@@ -18,6 +18,7 @@ from chatgpt.functional.choices import LogprobKernel
 from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES, own_policy
+from chatgpt.monitor.run_folder.record import RunRecord
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.rollout.sampling import SamplingParams
@@ -27,7 +28,13 @@ from chatgpt.strategies.registry import STRATEGIES
 from chatgpt.strategies.rules import MODEL_RULES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.objectives.config import PreferenceConfig, RewardModelConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.objectives.config import (
+    CriticConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.settings import LearningSettings, Settings
 
@@ -483,6 +490,60 @@ class RewardRun(DataRun, RewardModelConfig):
     common = DataRun.common | {'the method': ('loss_fn',)}
     trained = 'reward_model'
     config_class = RewardModelConfig
+
+
+@dataclass(kw_only=True)
+class CriticRun(Run, CriticConfig):
+    """A run that learns a critic from the recorded responses of earlier runs."""
+
+    save_path: str = 'outputs/train_critic'
+    rollouts: list[str] | None = None
+    """folders of runs with recorded responses, of one tokenizer"""
+    validation_percentage: float = 10.0
+    """percentage of the prompts whose responses are held out, for explained variance before and after"""
+
+    method = 'critic'
+    common = {
+        'data': ('rollouts', 'returns_from', 'gamma', 'validation_percentage'),
+        'the model': MODEL,
+        'how long, how much': (
+            'max_epochs',
+            'max_steps',
+            'train_batch_size',
+            'max_tokens_per_batch',
+            'lr',
+            'lr_schedule',
+        ),
+        'the method': ('critic_loss', 'critic_loss_settings'),
+        'the run': RUN,
+    }
+    trained = 'critic'
+    config_class = CriticConfig
+
+    def data_source(self) -> str | None:
+        return ', '.join(self.rollouts or ()) or None
+
+    def fill_defaults(self) -> None:
+        if self.pretrain is None and self.rollouts:
+            self.pretrain = policy_of(self.rollouts[0])
+        super().fill_defaults()
+
+    def validate(self, world_size: int = 1) -> None:
+        if not self.rollouts:
+            raise ValueError('critic learns from recorded responses: give folders of runs, as in critic outputs/ppo')
+        if self.base is None:
+            raise ValueError(
+                f'{self.rollouts[0]} does not say which model its policy was: give --pretrain, with the same tokenizer'
+            )
+        if self.validation_file is not None:
+            raise ValueError('critic holds out responses by their prompts: give --validation_percentage')
+        super().validate(world_size)
+
+
+def policy_of(folder: str) -> str | None:
+    """Returns the name or folder of the model from which the policy of a run started; None if it is not known."""
+    record = RunRecord.read(folder)
+    return record.models.get('actor', {}).get('source') if record is not None else None
 
 
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'

@@ -8,6 +8,7 @@ ANCHOR_LR, ANCHOR_PARAMETERS = 9e-6, 6e9
 SHARES = {
     'sft': 1.0,
     'rm': 1.0,
+    'critic': 1.0,
     'ilql': 0.2,
     'ppo': 0.2,
     'orpo': 0.5,

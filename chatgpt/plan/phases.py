@@ -19,6 +19,8 @@ SAMPLING_COPIES = 4
 """live fp32 tensors of (rows, V) while a token is sampled: logits, log-probs, and two of filtering"""
 _NAMES = {'initial': 'initial model', 'reward': 'reward model'}
 _KINDS = {name: kind for kind, name in _NAMES.items()}
+TRAINED = {'ppo': 'actor', 'sft': 'actor', 'reward_model': 'reward', 'critic': 'critic'}
+"""task -> the kind of its first trained model"""
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """per weight in 4 bits, with its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 NF4_SCALES = 2 * 4 / 64
@@ -178,8 +180,8 @@ def _plan(setup: Setup) -> Plan:
 
 
 def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
-    """SFT, or a reward model."""
-    kind = 'reward' if setup.task == 'reward_model' else 'actor'
+    """SFT, a reward model, or a critic."""
+    kind = TRAINED[setup.task]
     trained = {_NAMES.get(kind, kind): (models.measure(models.build(kind, config, setup)), config)}
     load = Memory()
     for name, (size, _) in trained.items():
@@ -189,7 +191,7 @@ def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
 
 def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
     """Plans one frozen base, and adapters and head of each model."""
-    kinds = ['reward'] if setup.task == 'reward_model' else ['actor']
+    kinds = [TRAINED[setup.task]]
     if setup.task == 'ppo':
         kinds += ['critic'] * (setup.critic == 'own')
     sizes = {kind: models.measure(models.build(kind, config, setup)) for kind in [*kinds, *['reward'] * with_reward]}

@@ -15,7 +15,7 @@ from chatgpt.strategies.memory import Layout, MemoryModel
 from chatgpt.strategies.registry import STRATEGIES, StrategyEntry
 from chatgpt.strategies.rules import MODEL_RULES, PRECISION_RULES
 
-Task = Literal['ppo', 'sft', 'reward_model']
+Task = Literal['ppo', 'sft', 'reward_model', 'critic']
 PROCESS_BYTES = 460 << 20
 """resident memory of a process that has trained a tiny model: Python, torch, transformers, oneDNN's compiled kernels,
 and memory that malloc retains (`benchmarks/process_memory.py`)"""
@@ -44,8 +44,8 @@ def show_bytes(size: float) -> str:
 class Setup(Layout):
     """A run to plan. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
 
-    With task 'sft' or 'reward_model' one model learns and nothing is collected; the fields of PPO's other models and of
-    collecting have no effect. A train batch of a reward model holds pairs, two sequences each.
+    With task 'sft', 'reward_model' or 'critic' one model learns and nothing is collected; the fields of PPO's other
+    models and of collecting have no effect. A train batch of a reward model holds pairs, two sequences each.
 
     `config`, `critic_config` and `reward_config` are transformers configs, config.json files, folders or hub names.
     """

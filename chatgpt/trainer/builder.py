@@ -32,6 +32,7 @@ from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, models_of
 from chatgpt.trainer.fits import check_apart, check_models, check_one_process_per_rank, check_records
+from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.trainer.rules import DECODE_RULES
 from chatgpt.trainer.selection import compared
@@ -195,16 +196,21 @@ def _shares_trunk(strategy: Strategy, config: PPOConfig, models: Models, actor: 
     return False
 
 
-def _check_critic(strategy: Strategy, config: PPOConfig, owner: Any, shares_trunk: bool) -> None:
-    """Raises ValueError if the value head of `owner` does not fit `critic_loss`, or a setting of a separate critic is
-    given for a value head on the actor."""
-    if not config.estimator.needs_values:
-        return
+def check_head(config: CriticLossSettings, owner: Any) -> None:
+    """Raises ValueError if the value head of `owner` does not fit `critic_loss`."""
     head, wanted = support_of(getattr(owner, 'value_head', None)), config.critic_support
     if head != wanted:
         has = f'a head of {head}' if head else 'a head with one output'
         give = f'value_head=CategoricalHead(WIDTH, **{wanted}), of chatgpt.nn' if wanted else 'a head with one output'
         raise ValueError(f'critic_loss={config.critic_loss!r} does not fit the critic, which has {has}: give it {give}')
+
+
+def _check_critic(strategy: Strategy, config: PPOConfig, owner: Any, shares_trunk: bool) -> None:
+    """Raises ValueError if the value head of `owner` does not fit `critic_loss`, or a setting of a separate critic is
+    given for a value head on the actor."""
+    if not config.estimator.needs_values:
+        return
+    check_head(config, owner)
     if not shares_trunk:
         return
     for name in ('critic_epochs', 'critic_train_batch_size'):

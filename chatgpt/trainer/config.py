@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from chatgpt.functional.choices import Aggregation, KLKind
 from chatgpt.rules import check
-from chatgpt.trainer.algorithms import CRITIC_LOSSES, ESTIMATORS, POLICY_LOSSES, Estimator, settings_of
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.experience.shaping import ScoreScaling
 from chatgpt.trainer.nlpo import NLPOSettings
+from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.rules import PPO_RULES
 from chatgpt.trainer.settings import LearningSettings, check_cut
 
@@ -18,7 +19,7 @@ KLLossKind = Literal['k1', 'k2', 'k3']
 
 
 @dataclass(kw_only=True)
-class PPOConfig(NLPOSettings, LearningSettings):
+class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
     """Settings of `PPOTrainer`.
 
     Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation
@@ -139,12 +140,6 @@ class PPOConfig(NLPOSettings, LearningSettings):
     """upper clip range where it differs from eps_clip: up to 1 + eps_clip_high (DAPO uses 0.28); none: the same"""
     value_clip: float | None = 0.4
     """clip new values to old value ± this; none: no clip"""
-    critic_loss: Literal['mse', 'huber', 'categorical'] = 'mse'
-    """mse: half the squared error of the value; huber: linear beyond delta; categorical: the value is the mean of bins
-    whose probabilities are learned by cross-entropy (HL-Gauss, Farebrother et al. 2024; docs/critic.md)"""
-    critic_loss_settings: dict[str, float] | None = None
-    """settings of that loss, such as '{low: -1, high: 1}': delta of huber, 1; bins, low, high and sigma of categorical,
-    101, -10, 10 and 0.75"""
     critic_warmup_phases: int = 0
     """number of first learning phases in which only the critic learns: the actor waits, and the rollouts of these
     phases are kept until the last of them (docs/critic.md)"""
@@ -173,18 +168,6 @@ class PPOConfig(NLPOSettings, LearningSettings):
     def of_loss(self) -> Any:
         """The settings of the policy loss itself."""
         return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
-
-    @property
-    def of_critic_loss(self) -> Any:
-        """The settings of the critic's loss itself: None for mse."""
-        return settings_of(
-            CRITIC_LOSSES[self.critic_loss], self.critic_loss_settings, 'critic_loss_settings', 'critic_loss'
-        )
-
-    @property
-    def critic_support(self) -> dict[str, float]:
-        """The bins of the critic's head (`CategoricalHead.support`); {} for a head with one output."""
-        return self.of_critic_loss.support if self.critic_loss == 'categorical' else {}
 
     @property
     def critic_apart(self) -> bool:

@@ -135,10 +135,11 @@ class ValueLoss:
     """The critic's loss: `critic_loss`, a mean over tokens.
 
     Args:
-        clips: False: `value_clip` is not applied.
+        config: a `CriticLossSettings`; with `clips` one with `value_clip`.
+        clips: False: no `value_clip`.
     """
 
-    config: PPOConfig
+    config: Any
     clips: bool = True
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:

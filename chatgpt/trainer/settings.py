@@ -51,6 +51,7 @@ RANGES: dict[str, dict[str, str]] = {
         'tau': '(0, 1)', 'gamma': SHARE, 'cql_scale': NOT_NEGATIVE, 'awac_scale': NOT_NEGATIVE, 'beta': NOT_NEGATIVE, 'alpha': '(0, 1]',
         'target_sync_interval': COUNT,
     },
+    'CriticConfig': {'gamma': SHARE},
     'RFTConfig': {
         'num_rounds': COUNT, 'num_samples_per_prompt': '[2, inf): RFT keeps some and drops some', 'start_quantile': SHARE,
         'end_quantile': SHARE,

@@ -12,7 +12,7 @@ from typing import Any
 
 from chatgpt.monitor.run_folder.record import RunRecord
 
-ONLINE, OFFLINE = 'ppo', ('sft', 'rm', 'dpo', 'orpo', 'simpo', 'kto', 'ilql')
+ONLINE, OFFLINE = 'ppo', ('sft', 'rm', 'critic', 'dpo', 'orpo', 'simpo', 'kto', 'ilql')
 START, NOW = 3, 5
 """number of first and latest phases of the medians 'at the start' and 'now': one outlier in three, or two in five, do
 not move them"""

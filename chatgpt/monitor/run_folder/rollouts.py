@@ -156,8 +156,9 @@ def read_rollouts(
     score: tuple[float | None, float | None] | None = None,
     offset: int = 0,
     limit: int | None = None,
+    columns: Collection[str] = COLUMNS,
 ) -> list[dict[str, Any]]:
-    """Returns recorded sequences, ordered by phase and sample index, as dicts with the keys of `COLUMNS`.
+    """Returns recorded sequences, ordered by phase and sample index, as dicts with the keys `columns`.
 
     Args:
         path: a run's folder, its rollouts folder, or one file.
@@ -166,6 +167,7 @@ def read_rollouts(
         text: text that responses must contain, case-insensitive.
         score: (lowest, highest), both included; None: no bound. A score that is not a number is in no range.
         offset, limit: number of matching sequences to skip, and maximum number to return.
+        columns: names of `COLUMNS`, by default all.
 
     A file that cannot be read, or is no recording, is skipped with a warning that names it.
     """
@@ -186,7 +188,7 @@ def read_rollouts(
         left = None if limit is None else limit - len(rows)
         if left is not None and left <= 0:
             break
-        skipped, found = _read(file, matches, offset, left)
+        skipped, found = _read(file, matches, offset, left, columns)
         offset -= skipped
         rows += found
     return rows
@@ -207,7 +209,11 @@ def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
 
 
 def _read(
-    file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, left: int | None
+    file: Path,
+    matches: Callable[[Mapping[str, Any]], bool],
+    offset: int,
+    left: int | None,
+    columns: Collection[str],
 ) -> tuple[int, list[dict[str, Any]]]:
     """Returns the number of matching rows skipped by the offset, and at most `left` of the next ones; (0, []), with a
     warning, for a file that is no recording. Reads the arrays only if rows match."""
@@ -226,8 +232,8 @@ def _read(
             heads = opened.read(columns=['phase', 'index', 'prompt', 'response', 'score']).to_pylist()
             found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
             taken = found[offset : None if left is None else offset + left]
-            rows = opened.read(columns=[c for c in COLUMNS if c in there]).take(taken).to_pylist() if taken else []
-            rows = [{name: row.get(name) for name in COLUMNS} for row in rows]
+            rows = opened.read(columns=[c for c in columns if c in there]).take(taken).to_pylist() if taken else []
+            rows = [{name: row.get(name) for name in columns} for row in rows]
     except (OSError, pa.ArrowException) as error:
         warnings.warn(f'{file}: cannot be read ({str(error).splitlines()[0]}); left out', stacklevel=4)
         return 0, []

@@ -1,11 +1,12 @@
-"""Settings of the objectives. Imports no torch, for command lines."""
+"""Settings of the objectives, and of a critic's loss. Imports no torch, for command lines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from chatgpt.trainer.settings import LearningSettings, Schedule, check_cut
+from chatgpt.trainer.algorithms import CRITIC_LOSSES, settings_of
+from chatgpt.trainer.settings import LearningSettings, Schedule, Settings, check_cut
 
 LossName = Literal['log_sig', 'log_exp']
 DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
@@ -165,3 +166,44 @@ class ILQLConfig(SupervisedConfig):
     standardize_rewards: bool = True
     """shift and scale rewards to mean 0 and standard deviation 1 over the training data, eval data by the same numbers;
     rewards per token are divided by the deviation of their sums"""
+
+
+@dataclass(kw_only=True)
+class CriticLossSettings(Settings):
+    """The loss of a critic."""
+
+    critic_loss: Literal['mse', 'huber', 'categorical'] = 'mse'
+    """mse: half the squared error of the value; huber: linear beyond delta; categorical: the value is the mean of bins
+    whose probabilities are learned by cross-entropy (HL-Gauss, Farebrother et al. 2024; docs/critic.md)"""
+    critic_loss_settings: dict[str, float] | None = None
+    """settings of that loss, such as '{low: -1, high: 1}': delta of huber, 1; bins, low, high and sigma of categorical,
+    101, -10, 10 and 0.75"""
+
+    @property
+    def of_critic_loss(self) -> Any:
+        """The settings of the critic's loss itself: None for mse."""
+        return settings_of(
+            CRITIC_LOSSES[self.critic_loss], self.critic_loss_settings, 'critic_loss_settings', 'critic_loss'
+        )
+
+    @property
+    def critic_support(self) -> dict[str, float]:
+        """The bins of the critic's head (`CategoricalHead.support`); {} for a head with one output."""
+        return self.of_critic_loss.support if self.critic_loss == 'categorical' else {}
+
+
+@dataclass(kw_only=True)
+class CriticConfig(CriticLossSettings, SupervisedConfig):
+    """Settings of `CriticTrainer`. A record is a recorded response."""
+
+    train_batch_size: int = 8
+    """responses of one optimizer step, over all ranks"""
+    gamma: float = 1.0
+    """discount γ per token of the returns"""
+    returns_from: Literal['rewards', 'score'] = 'rewards'
+    """rewards: returns are sums of the recorded rewards of tokens, with the KL penalty of their run; score: they are the
+    shaped score alone, for a run without a KL in the reward"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        _ = self.of_critic_loss
