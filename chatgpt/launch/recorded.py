@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,15 +77,7 @@ _IDS = {'prompt_ids': 'prompt_ids', 'response_ids': 'token_ids'}
 
 def _rows(folder: str) -> Iterator[dict[str, Any]]:
     """Yields recorded sequences, a phase in memory at a time."""
-    if not Path(folder).is_dir():
-        raise ValueError(f'{folder}: there is no such folder; give the folder of a run of ppo or a relative')
-    phases = recorded_phases(folder)
-    if not phases:
-        raise ValueError(
-            f'{folder} has no recorded responses (rollouts/phase-*.parquet); give the folder of a run of ppo or a '
-            'relative, and not of one that only learns'
-        )
-    for phase in phases:
+    for phase in recorded_phases(folder):
         yield from read_rollouts(folder, [phase], columns=COLUMNS)
 
 

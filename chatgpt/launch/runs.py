@@ -19,6 +19,7 @@ from chatgpt.launch.demo_world import trial_defaults
 from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.rules import DATA_RULES, PPO_RUN_RULES, RUN_RULES, own_policy
 from chatgpt.monitor.run_folder.record import RunRecord
+from chatgpt.monitor.run_folder.rollouts import check_recorded
 from chatgpt.nn.kinds import MODELS
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.rollout.sampling import SamplingParams
@@ -182,6 +183,8 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
     """settings that --help and `init` show, in groups; --help-all shows all"""
     trained: ClassVar[str] = 'actor'
     """the trained model, and the name of its folder"""
+    has_trial: ClassVar[bool] = True
+    """without data it trains on embedded ones"""
     config_class: ClassVar[type[Settings]] = LearningSettings
     """class of the trainer's settings"""
 
@@ -497,6 +500,9 @@ class CriticRun(Run, CriticConfig):
     """A run that learns a critic from the recorded responses of earlier runs."""
 
     save_path: str = 'outputs/train_critic'
+    pretrain: str | None = None
+    """hub name or folder to start from: a model, a reward model, or a saved critic; none: the model from which the
+    policy of the first run started"""
     rollouts: list[str] | None = None
     """folders of runs with recorded responses, of one tokenizer"""
     validation_percentage: float = 10.0
@@ -506,18 +512,12 @@ class CriticRun(Run, CriticConfig):
     common = {
         'data': ('rollouts', 'returns_from', 'gamma', 'validation_percentage'),
         'the model': MODEL,
-        'how long, how much': (
-            'max_epochs',
-            'max_steps',
-            'train_batch_size',
-            'max_tokens_per_batch',
-            'lr',
-            'lr_schedule',
-        ),
+        'how long, how much': LENGTH,
         'the method': ('critic_loss', 'critic_loss_settings'),
         'the run': RUN,
     }
     trained = 'critic'
+    has_trial = False
     config_class = CriticConfig
 
     def data_source(self) -> str | None:
@@ -531,6 +531,8 @@ class CriticRun(Run, CriticConfig):
     def validate(self, world_size: int = 1) -> None:
         if not self.rollouts:
             raise ValueError('critic learns from recorded responses: give folders of runs, as in critic outputs/ppo')
+        for folder in self.rollouts:
+            check_recorded(folder)
         if self.base is None:
             raise ValueError(
                 f'{self.rollouts[0]} does not say which model its policy was: give --pretrain, with the same tokenizer'

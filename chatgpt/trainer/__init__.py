@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from chatgpt.trainer.collect import Collector
     from chatgpt.trainer.config import PPOConfig
     from chatgpt.trainer.objectives.config import (
+        CriticConfig,
         DPOConfig,
         ILQLConfig,
         KTOConfig,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         SimPOConfig,
         SupervisedConfig,
     )
+    from chatgpt.trainer.objectives.critic import CriticTrainer, returned
     from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLTrainer, rewarded
     from chatgpt.trainer.objectives.kto import KTOTrainer, LabelledAnswer
     from chatgpt.trainer.objectives.pairs import (
@@ -40,6 +42,9 @@ __getattr__, __dir__ = on_demand(__name__)
 
 __all__ = [
     'Collector',
+    'CriticConfig',
+    'CriticTrainer',
+    'returned',
     'SaveError',
     'PromptEvaluation',
     'rewarded',

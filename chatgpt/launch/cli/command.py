@@ -113,8 +113,9 @@ def train(name: str, argv: Sequence[str], prog: str) -> None:
     from chatgpt.launch.runs import run_class
 
     cls, method = run_class(name), METHODS.find(name)
+    trial = 'Without data and --pretrain it trains a small model on embedded stories. ' if cls.has_trial else ''
     text = (
-        f'{method.about}.\n\nWithout data and --pretrain it trains a small model on embedded stories. Under --save_path'
+        f'{method.about}.\n\n{trial}Under --save_path'
         f'\nit leaves metrics.jsonl, config.yaml, checkpoints/ and {cls.trained}/, a Hugging Face folder with its '
         'tokenizer.'
     )

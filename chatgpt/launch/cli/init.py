@@ -65,9 +65,11 @@ def main() -> None:
 def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns the texts of the files beside a config, by name, and the settings that use them."""
     from chatgpt.launch import demo_world
-    from chatgpt.launch.runs import EMBEDDED, PPORun, PreferenceRun, RewardRun, run_class
+    from chatgpt.launch.runs import EMBEDDED, CriticRun, PPORun, PreferenceRun, RewardRun, run_class
 
     cls = run_class(method)
+    if issubclass(cls, CriticRun):
+        return {}, {'rollouts': ['outputs/ppo']}
     own: dict[str, Any] = {'pretrain': EMBEDDED}
     if issubclass(cls, PPORun):
         files = {'prompts.jsonl': _lines(demo_world.demo_prompts(64)), 'rewards.py': REWARD}

@@ -299,8 +299,8 @@ def critic_worse_than_constant(h: History) -> Seen | None:
         f'explained variance below 0 in {phases} phases in a row, {median(latest):.2f} in the median; a constant has 0',
         'a learning rate too high for a critic of this size'
         if high
-        else 'a critic that starts far off and learns too slowly, or steps too far after the latest responses',
-        f'critic_warmup_phases=5, in which the actor waits for it; {slower}; or a learned start (critic_from)',
+        else 'a critic that learns the responses of each phase by heart, or starts far off and learns too slowly',
+        f'{slower}, or half as many critic_epochs; or a start that is learned: critic_from, or critic_warmup_phases=5',
     )
 
 

@@ -108,7 +108,7 @@ def fitting_curves(runs: Sequence[Run]) -> Curves:
 def meanings() -> dict[str, list[str]]:
     """Returns unit and meaning of the metrics of docs/metrics.md, and of those that it derives from others."""
     found: dict[str, list[str]] = json.loads(asset('metrics.json'))
-    for method in ('dpo', 'orpo', 'simpo', 'kto', 'ilql'):
+    for method in ('critic', 'dpo', 'orpo', 'simpo', 'kto', 'ilql'):
         of_method = {name: entry for name, entry in found.items() if name.startswith(f'{method}/')}
         found |= {f'{method}/{name}': found[f'sft/{name}'] for name in ('grad_norm', 'grad_norm_max', 'lr', 'epoch')}
         for name, (unit, _) in of_method.items():

@@ -106,9 +106,10 @@ def nats(value: float | None) -> str:
 IMPROVED: tuple[tuple[tuple[str, str], ...], ...] = (
     ((r'rollout/score_mean|rft/score_mean', 'score'), (r'eval/score_mean', 'eval score')),
     ((r'[^/]+/accuracy', 'accuracy'), (r'[^/]+/val_accuracy', 'eval accuracy')),
+    ((r'critic/explained_variance', 'explained variance'), (r'eval/explained_variance', 'eval explained variance')),
     ((r'[^/]+/loss', 'loss'), (r'[^/]+/val_loss', 'eval loss')),
 )
-"""metrics that summarise a run, by pattern: scores, else accuracies, else losses"""
+"""metrics that summarise a run, by pattern: scores, else accuracies, else explained variance, else losses"""
 
 KL = 'rollout/kl_mean'
 

@@ -63,6 +63,17 @@ def recorded_phases(path: str | os.PathLike[str]) -> list[int]:
     return sorted(phase for phase, _ in _files(rollouts_folder(path)))
 
 
+def check_recorded(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a folder without recorded sequences."""
+    if not Path(path).is_dir():
+        raise ValueError(f'{path}: there is no such folder; give the folder of a run of ppo or a relative')
+    if not recorded_phases(path):
+        raise ValueError(
+            f'{path} has no recorded responses (rollouts/phase-*.parquet): give the folder of a run of ppo or a '
+            'relative, not of one that only learns'
+        )
+
+
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yields (phase, file), unordered."""
     if folder.is_dir():

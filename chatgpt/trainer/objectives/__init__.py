@@ -1,1 +1,1 @@
-"""Offline methods, each an `Objective` and its trainer: SFT, reward models, preference pairs, KTO, ILQL."""
+"""Offline methods, each an `Objective` and its trainer: SFT, reward models, critics, preference pairs, KTO, ILQL."""
