@@ -53,10 +53,11 @@ def read_recorded(run: CriticRun, inputs: Inputs) -> None:
 
 def records_of(run: CriticRun, folder: str, tokenizer: Any) -> list[Returned]:
     """Returns the responses recorded in the folder of a run, but for those without a token that counts."""
-    sequences, rewards = list[Sequence](), list[Tensor]()
+    sequences, rewards, seen = list[Sequence](), list[Tensor](), False
     for row in _rows(folder):
-        if not sequences:
+        if not seen:
             _check_tokenizer(folder, row, tokenizer)
+        seen = True
         mask = torch.tensor(row['mask'], dtype=torch.bool)
         if not mask.any():
             continue
@@ -84,15 +85,18 @@ def _rows(folder: str) -> Iterator[dict[str, Any]]:
 def _check_tokenizer(folder: str, row: Mapping[str, Any], tokenizer: Any) -> None:
     """Raises ValueError if the tokenizer does not write the tokens of a row as they were recorded."""
     ids, texts = row['prompt_ids'], row['prompt_tokens']
-    known = len(tokenizer)
-    found = token_texts(tokenizer, ids) if max(ids) < known else None
-    if found != texts:
-        at = next((i for i, (a, b) in enumerate(zip(found or (), texts, strict=True)) if a != b), ids.index(max(ids)))
-        here = 'unknown' if found is None else repr(found[at])
-        raise ValueError(
-            f'{folder} was recorded with another tokenizer: token {ids[at]} is {texts[at]!r} there and {here} here; '
-            "give --pretrain a model with the tokenizer of that run's policy"
-        )
+    found = token_texts(tokenizer, ids) if max(ids) < len(tokenizer) else None
+    if found == texts:
+        return
+    if found is None:
+        at, here = ids.index(max(ids)), 'unknown'
+    else:
+        at = next(i for i, (a, b) in enumerate(zip(found, texts, strict=True)) if a != b)
+        here = repr(found[at])
+    raise ValueError(
+        f'{folder} was recorded with another tokenizer: token {ids[at]} is {texts[at]!r} there and {here} here; give '
+        "--pretrain a model with the tokenizer of that run's policy"
+    )
 
 
 def _rewards(run: CriticRun, row: Mapping[str, Any], mask: Tensor) -> Tensor:

@@ -120,4 +120,5 @@ def config_text(method: str, own: dict[str, Any], start: str) -> str:
 def _entry(name: str, value: Any) -> str:
     import yaml
 
-    return yaml.safe_dump({name: value}, allow_unicode=True, default_flow_style=isinstance(value, (list, dict))).strip()
+    flow = None if isinstance(value, (list, dict)) else False  # None: the list or mapping inside on one line
+    return yaml.safe_dump({name: value}, allow_unicode=True, default_flow_style=flow).strip()

@@ -201,8 +201,8 @@ class CriticConfig(CriticLossSettings, SupervisedConfig):
     gamma: float = 1.0
     """discount γ per token of the returns"""
     returns_from: Literal['rewards', 'score'] = 'rewards'
-    """rewards: returns are sums of the recorded rewards of tokens, with the KL penalty of their run; score: the shaped score
-    alone, for a run without a KL in the reward"""
+    """rewards: returns are sums of the recorded rewards of tokens, with the KL penalty of their run; score: the shaped
+    score alone, for a run without a KL in the reward"""
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
