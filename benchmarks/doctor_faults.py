@@ -60,6 +60,11 @@ def good_share(ids: torch.Tensor) -> float:
     return float((ids == GOOD).float().mean())
 
 
+def begins_low(ids: torch.Tensor) -> float:
+    """Returns a score that the first token tells, so a critic can know it at all later ones."""
+    return float(ids[0] < 9)
+
+
 def spread(ids: torch.Tensor) -> float:
     """Returns a score that differs between responses and that nothing can be learned from."""
     return float((ids.double() * torch.arange(1, len(ids) + 1)).sum().sin())
@@ -230,6 +235,8 @@ def short(target: float) -> Callable[[torch.Tensor], float]:
 
 GROUPS: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'experience_batch_size': 16}
 FAST: dict[str, Any] = {'lr': 1e-2, 'kl_coef': 0.0, 'phases': 20}
+BLIND: dict[str, Any] = {'score': spread, 'value_clip': None, 'lr': 1e-5}
+FIRST: dict[str, Any] = {'score': begins_low, 'experience_batch_size': 32, 'critic_epochs': 2}
 AT_ONCE: dict[str, Any] = {'sharp': 60.0, 'phases': 3}
 plain = run()
 
@@ -249,6 +256,14 @@ FAULTS: dict[str, Fault] = {
         run(shared=True, score=lambda ids: 50 + 50 * good_share(ids)), run(shared=True), 'scores about 50, shared trunk'
     ),
     'explained-variance-low': Fault(run(critic_lr=0.3, phases=24), run(phases=24), 'critic_lr 0.3'),
+    'critic-worse-than-constant': Fault(
+        run(max_epochs=20, **BLIND), run(max_epochs=2, **BLIND), '20 passes over scores that no text tells'
+    ),
+    'critic-warmup-short': Fault(
+        run(critic_warmup_phases=6, phases=14, **FIRST),
+        run(critic_warmup_phases=12, phases=19, **FIRST),
+        'a warm-up of 6 phases',
+    ),
     'over-optimisation': Fault(
         run(callbacks=evaluating(lambda share: share * (0.4 - share)), lr=3e-3, phases=20, kl_coef=0.0),
         run(callbacks=evaluating(lambda share: share), lr=3e-3, phases=20, kl_coef=0.0),

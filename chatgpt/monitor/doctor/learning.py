@@ -325,7 +325,7 @@ def critic_warmup_short(h: History) -> Seen | None:
     if not warmup or not h.has_critic or not NOW < len(series) <= LIMITS['warm_phases']:
         return None
     (step, first), now = series[0], h.now('ppo/explained_variance')
-    if first > LIMITS['warm_variance'] or now - first < LIMITS['warm_rise']:
+    if not first <= LIMITS['warm_variance'] < now or now - first < LIMITS['warm_rise']:
         return None
     reached = next(at for at, value in series if value - first >= 0.75 * (now - first))
     return Seen(
