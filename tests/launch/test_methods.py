@@ -29,6 +29,21 @@ def test_the_parts_of_an_entry_are_there_and_its_settings_are_settings(name):
         run(**method.settings).validate()
 
 
+def test_the_presets_of_the_papers_and_what_overrides_them():
+    """VAPO, arXiv 2504.05118, section 5.1; VC-PPO's values in its section 4.1."""
+    found = {}
+    for name in ('vc-ppo', 'vapo'):
+        run = parse_run(
+            run_class(name), description='', argv=['--kl_coef=0.02', '--critic_warmup_phases=9'], method=name
+        )
+        assert (run.method, run.save_path, run.kl_coef, run.critic_warmup_phases) == (name, f'outputs/{name}', 0.02, 9)
+        assert (run.value_lam, run.gamma, run.eps_clip, run.aggregation) == (1.0, 1.0, 0.2, 'token')
+        found[name] = run.lam, run.lam_length, run.eps_clip_high, run.num_samples_per_prompt
+    assert found == {'vc-ppo': (0.95, None, None, 1), 'vapo': (0.95, 0.05, 0.28, 16)}
+    with pytest.raises(ValueError, match='lam_length=0.05 takes the place of lam=0.9'):
+        parse_run(run_class('vapo'), description='', argv=['--lam=0.9'], method='vapo').validate()
+
+
 @dataclass(kw_only=True)
 class MyConfig(SFTConfig):
     strength: float = 0.5
