@@ -69,6 +69,8 @@ class Program:
         data: rows by 'hub name/split'.
         keys: names of the logged numbers to compare.
         sampled: it samples, so that only means over runs can be compared.
+        seeds: of its runs; by default those of `SEEDS`, one without sampling. trlX's random walks have the graph of their
+            seed, and the policy that they start from has learned that of 1000.
         commit: if it is not that of the system's version.
     """
 
@@ -79,14 +81,11 @@ class Program:
     keys: Sequence[str] = ()
     sampled: bool = False
     commit: str = ''
+    seeds: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return f'{self.system}, {self.path}'
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return SEEDS if self.sampled else SEEDS[:1]
 
 
 FULL = '--per_device_train_batch_size 16 --per_device_eval_batch_size 16 --logging_steps 1 --learning_rate 1e-3'
@@ -197,6 +196,7 @@ PROGRAMS = [
         {},
         ('metrics/optimality', 'rollout_scores/mean', 'losses/value_loss'),
         sampled=True,
+        seeds=(1000,),
     ),
     Program(
         'trlX 0.7',
@@ -205,8 +205,8 @@ PROGRAMS = [
         {},
         (
             'metrics/optimality@beta=0',
-            'metrics/optimality@beta=1',
-            'metrics/optimality@beta=100',
+            'losses/loss_awac',
+            'losses/loss_cql',
             'losses/loss_q',
             'losses/loss_v',
         ),
@@ -369,24 +369,16 @@ def main() -> None:
         for program in PROGRAMS:
             if args.only and not any(part in program.name for part in args.only):
                 continue
-            source = source_of(program, clones, work)
+            source, seeds = source_of(program, clones, work), program.seeds or SEEDS[: 2 if program.sampled else 1]
             if not (work / 'models').exists():
                 save_models(work / 'models')
             if 'randomwalks' in program.path and not (work / 'models' / 'CarperAI').exists():
                 save_walker(work / 'models', source)
-            runs = {
-                side: [run(program, side, seed, source, work) for seed in program.seeds] for side in ('theirs', 'ours')
-            }
+            runs = {side: [run(program, side, seed, source, work) for seed in seeds] for side in ('theirs', 'ours')}
             results[program.name] = compare(program, **runs)
             harness.write_json(RESULTS, results)
-            for key, row in results[program.name].items():
-                print(
-                    program.name,
-                    key,
-                    *(f'{side}: {[round(v, 4) for v in row[side]]}' for side in row),
-                    sep='\n  ',
-                    flush=True,
-                )
+            print(table({program.name: results[program.name]}), flush=True)
+    harness.write_page('published_programs.md', programs=table(results))
 
 
 if __name__ == '__main__':
