@@ -25,6 +25,8 @@ CANNOT_RUN = {
     'docs/workers.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
     'docs/vllm.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
+    'docs/algorithms/critic.md: from chatgpt.trainer import CriticTrainer': 'launch/test_critic_command.py makes such '
+    'records and learns from them',
     'docs/strategies/your_own.md: # my_strategy.py': 'runs in strategies/test_strategy_conformance.py, with the next',
     'docs/strategies/your_own.md: # check_my_strategy.py': 'runs in strategies/test_strategy_conformance.py',
 }

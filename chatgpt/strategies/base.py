@@ -543,7 +543,8 @@ class Strategy(OnRanks):
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
         weights = stored_weights(module) if self._stores_narrow and optimizer is None else []
-        weights = weights or matmul_weights(module)
+        if not weights or any(id(p) in elsewhere for p in weights):  # norms take states of their own dtype only
+            weights = matmul_weights(module)
         frozen = [p for p in weights if not p.requires_grad and id(p) not in owned | elsewhere]
         if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
             lossless = self.broadcast_object(fits(module, frozen, numerics.dtype))

@@ -352,7 +352,7 @@ class PPOTrainer(Stepwise):
     def _end(self, experiences: list[Experience], learned: dict[str, float], num_learned: int) -> dict[str, float]:
         """Ends a learning phase, with `num_learned` tokens of all passes; returns its metrics."""
         metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
-        if self.maker.settings.recompute_logprobs:
+        if self.maker.settings.recompute_logprobs and not self.strategy.sums.exact:  # an engine promises no bits
             metrics |= mismatch_metrics(experiences)
         if not self.actor_waits:
             self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
@@ -424,12 +424,10 @@ class PPOTrainer(Stepwise):
         return self._schedules['critic'].set(self.course.num_updates, self.course.total_updates)
 
     def learners(self) -> list[Learner]:
-        """Returns the models that learn from the experience of this phase, with their losses."""
-        config = replace(self.config, tis_cap=self.tis_cap)
-        actor = ActorLoss(config, self.policy_output, self.kl_controller.value)
         """Returns the models that learn from the experience of this phase, with their losses. In the critic's warm-up
         values are not clipped to those of collecting, which would bound the way of rollouts that are kept."""
-        actor = ActorLoss(self.config, self.policy_output, self.kl_controller.value)
+        config = replace(self.config, tis_cap=self.tis_cap)
+        actor = ActorLoss(config, self.policy_output, self.kl_controller.value)
         value = ValueLoss(self.config, clips=not self.actor_waits)
         if self.shares_trunk and self.actor_waits:
             return [Learner('critic', self.actor, self.actor_optim, HeadLoss(value))]

@@ -94,7 +94,7 @@ def test_auto_takes_blocks_on_an_accelerator_and_waits_for_nothing(small_chunks,
     actor, batch = Actor(tiny_causal_lm('gpt2')).eval(), collate(sequences())
     want = [x.clone() for x in run(actor, batch)]
     with pretend_cuda() as cuda:
-        strategy = NaiveStrategy(device='cuda:0')
+        strategy = NaiveStrategy(device='cuda:0', precision='fp32')
         there = Actor(tiny_causal_lm('gpt2'))
         there, _ = strategy.prepare((there, torch.optim.SGD(there.parameters(), lr=0.1)))
         there.eval()

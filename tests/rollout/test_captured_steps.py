@@ -44,7 +44,9 @@ def test_captures_of_a_long_generation(attention, new, captures, monkeypatch):
     with pretend_cuda(), counted_captures() as made:
         device = torch.device('cuda:0')
         sampler, cache = TokenSampler(SamplingParams(max_new_tokens=new), device), SlotCache(64, 64 + new + 192)
-        steps = FixedSteps(None, sampler, cache, 'additive', attention, 64, device, capture=True, compiled=False)
+        steps = FixedSteps(
+            torch.nn.Module(), sampler, cache, 'additive', attention, 64, device, capture=True, compiled=False
+        )
         for step in range(new):
             steps.run(min(64, -(-128 * (new - step) // new)), 60 + step + 1)
     assert len(made) == captures

@@ -160,8 +160,9 @@ def test_half_a_surrogate_pair_is_kept(tmp_path):
 
 
 def test_weights_in_4_bits_count_as_parameters():
-    """A byte of the buffer `packed` holds two parameters."""
+    """A scale belongs to 64 parameters. Of the packed ones a process may hold a part."""
     layer = torch.nn.Linear(3, 2)
-    layer.register_buffer('packed', torch.zeros(50, 1, dtype=torch.uint8))
+    layer.register_buffer('packed', torch.zeros(32, 1, dtype=torch.uint8))
+    layer.register_buffer('scales', torch.zeros(2))
     facts = model_facts(torch.nn.Sequential(layer))
-    assert (facts['parameters'], facts['trained']) == (8 + 100, 8)
+    assert (facts['parameters'], facts['trained']) == (8 + 128, 8)

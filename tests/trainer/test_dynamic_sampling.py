@@ -111,11 +111,11 @@ class CopyCounter(Callback):
 
 
 def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
-    found, original = [], fsdp._full
+    found, original = [], fsdp.whole_tensor
     for precision in ('fp32', 'bf16'):
         with FSDPStrategy(device='cpu', precision=precision) as strategy:
             whole = list[int]()
-            fsdp._full = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
+            fsdp.whole_tensor = lambda *args, whole=whole: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
             try:
                 torch.manual_seed(0)
                 watch, actor = CopyCounter(strategy, whole), GPTActor(config=tiny_config('gpt2', **SMALL))
@@ -123,7 +123,7 @@ def under_fsdp() -> list[tuple[list[tuple[int, int, int]], int]]:
                 trainer = assemble(strategy, actor, None, Rare(), **settings)
                 trainer.fit([torch.tensor([3, 4 + i]) for i in range(8)], 1, 6, 3)
             finally:
-                fsdp._full = original
+                fsdp.whole_tensor = original
             found.append((watch.phases, len(list(GPTActor(config=tiny_config('gpt2', **SMALL)).parameters()))))
     return found
 

@@ -118,7 +118,7 @@ class TrlParser(HfArgumentParser):
     def __init__(self, dataclass_types: Any = None, **options: Any) -> None:
         """From 0.9 on `SFTConfig` and `DPOConfig` have the further arguments of `SFTScriptArguments` and
         `DPOScriptArguments`, which are `ScriptArguments` beside them."""
-        types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
+        types: list[Any] = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         names = [{f.name for f in fields(kind)} for kind in types]
         for i, kind in enumerate(types):
             if issubclass(kind, ScriptArguments) and any(names[i] & other for other in names[:i] + names[i + 1 :]):
