@@ -46,6 +46,7 @@ from chatgpt.types import Prompt, Sequence
 SEEDS, EPISODES, TRAIN_BATCH, EPOCHS = (1, 2, 3, 4, 5), 64, 32, 2
 TURNS, NEW_TOKENS = 12, 16
 RECORDS = 'critic.json'
+COLUMNS = ('cpu_s', 'episodes', 'score', 'explained_variance')
 SIDE, SLIP = 5, 0.2
 LAKE = '.....' + '.o.o.' + '...o.' + 'o....' + '..o.G'
 """cells row by row: ice, holes and the goal"""
@@ -276,7 +277,7 @@ def train(task: Task, method: str, kind: str, lr: float, seed: int, cpu_s: float
             **task.settings,
         )
         trainer.fit(*([task.prompts] if task.prompts else []), max_timesteps=100_000, update_timesteps=1)
-    return {'method': method, 'kind': kind, 'lr': lr, 'seed': seed, 'score': course.score, 'rows': course.rows}
+    return {'method': method, 'kind': kind, 'lr': lr, 'seed': seed, 'score': course.score, 'rows': written(course.rows)}
 
 
 def saved_critic(task: Task, seed: int) -> Critic:
@@ -304,6 +305,16 @@ def saved_critic(task: Task, seed: int) -> Critic:
         return found
 
 
+def written(rows: list[dict[str, float]]) -> list[str]:
+    """Returns a line of numbers for each phase, in the order of `COLUMNS`."""
+    return [' '.join(f'{row.get(name, 0.0):.4f}' for name in COLUMNS) for row in rows]
+
+
+def phases(record: dict[str, Any]) -> list[dict[str, float]]:
+    """Returns the numbers of each phase of a recorded run by name."""
+    return [dict(zip(COLUMNS, map(float, line.split()), strict=True)) for line in record['rows']]
+
+
 def critic_of(model: Any, settings: dict[str, Any], seed: int) -> Critic:
     """Returns a critic that begins with the actor's weights."""
     torch.manual_seed(seed)
@@ -314,7 +325,7 @@ def critic_of(model: Any, settings: dict[str, Any], seed: int) -> Critic:
 
 def on_the_way(record: dict[str, Any], key: str, end: float) -> float:
     """Returns the mean score of the training episodes until `key` (cpu_s, episodes) reaches `end`."""
-    return statistics.mean(row['score'] for row in record['rows'] if row[key] <= end)
+    return statistics.mean(row['score'] for row in phases(record) if row[key] <= end)
 
 
 def measure(results: harness.Results, name: str, task: Task, method: str, kind: str, lr: float, seed: int) -> Any:
@@ -324,7 +335,7 @@ def measure(results: harness.Results, name: str, task: Task, method: str, kind: 
     return results.measure(
         f'{name} {method} {kind} lr {lr:g} seed {seed}',
         lambda: {'task': name} | train(task, method, kind, lr, seed, cpu_s, episodes),
-        lambda found: f'{found["score"]} after {found["rows"][-1]["episodes"]:.0f} episodes',
+        lambda found: f'{found["score"]} after {phases(found)[-1]["episodes"]:.0f} episodes',
     )
 
 
@@ -353,7 +364,7 @@ def page(results: harness.Results) -> None:
     with harness.figure('critic.png', max(len(tasks), 1)) as axes:
         for name, axis in zip(tasks, axes, strict=True):
             runs = {m: [r for r in records if (r['task'], r['method']) == (name, m)] for m in KINDS}
-            ends = {key: min(r['rows'][-1][key] for r in records if r['task'] == name) for key in ('cpu_s', 'episodes')}
+            ends = {key: min(phases(r)[-1][key] for r in records if r['task'] == name) for key in ('cpu_s', 'episodes')}
             for number, (method, own) in enumerate(runs.items()):
                 if own:
                     rows.append(
@@ -394,7 +405,7 @@ def starts_table(records: list[dict[str, Any]]) -> str:
 
 def until(record: dict[str, Any]) -> float:
     """Returns the number of episodes after which the mean score of three phases first reaches the goal, or all."""
-    rows = record['rows']
+    rows = phases(record)
     for i in range(2, len(rows)):
         if statistics.mean(row['score'] for row in rows[i - 2 : i + 1]) >= GOAL:
             return float(rows[i]['episodes'])
@@ -404,7 +415,7 @@ def until(record: dict[str, Any]) -> float:
 def on_the_way_at(records: list[dict[str, Any]], number: int, width: float) -> tuple[float, float, float]:
     """Returns the mean, lowest and highest of the runs' mean scores in the CPU seconds of bin `number`."""
     means = [
-        statistics.mean(row['score'] for row in r['rows'] if number * width <= row['cpu_s'] < (number + 1) * width)
+        statistics.mean(row['score'] for row in phases(r) if number * width <= row['cpu_s'] < (number + 1) * width)
         for r in records
     ]
     return statistics.mean(means), min(means), max(means)
@@ -421,7 +432,7 @@ def columns(own: list[dict[str, Any]], ppo: list[dict[str, Any]], ends: dict[str
         mine = [value(r) for r in own]
         paired = own is not ppo and len(own) == len(ppo)
         cells += [harness.mean_and_spread(mine), harness.interval([value(r) for r in ppo], mine) if paired else '']
-    cost = statistics.median(1000 * r['rows'][-1]['cpu_s'] / r['rows'][-1]['episodes'] for r in own)
+    cost = statistics.median(1000 * phases(r)[-1]['cpu_s'] / phases(r)[-1]['episodes'] for r in own)
     first = [found for r in own if r['method'] == 'ppo' and (found := first_explained(r)) is not None]
     return [*cells, f'{cost:.1f}', harness.mean_and_spread(first, '.2f') if first else '']
 
@@ -429,7 +440,7 @@ def columns(own: list[dict[str, Any]], ppo: list[dict[str, Any]], ends: dict[str
 def first_explained(record: dict[str, Any]) -> float | None:
     """Returns the explained variance of the phase of the first actor step."""
     waits = (KINDS[record['method']] | STARTS)[record['kind']].get('critic_warmup_phases', 0)
-    found: float | None = record['rows'][waits].get('explained_variance')
+    found: float | None = phases(record)[waits].get('explained_variance')
     return found
 
 
