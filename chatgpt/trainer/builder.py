@@ -83,8 +83,9 @@ class Parts:
     """0 without a weight"""
 
 
-def tis_cap_of(config: PPOConfig, engine: RolloutEngine) -> float:
-    """Returns `tis_cap`, by default 2 where the engine's log-probs are not the trainer's, and with `max_staleness`.
+def tis_cap_of(config: PPOConfig, engine: RolloutEngine, exact: bool) -> float:
+    """Returns `tis_cap`, by default 2 where the engine's log-probs are not the trainer's, and with `max_staleness`; in
+    an exact run 0, since an engine's log-probs depend on its batches.
 
     2 is the bound that TRL (`vllm_importance_sampling_cap` of its truncated form) and verl (`rollout_is_threshold`)
     have for the correction of Yao et al. 2025.
@@ -92,7 +93,7 @@ def tis_cap_of(config: PPOConfig, engine: RolloutEngine) -> float:
     if config.tis_cap is not None:
         return config.tis_cap
     own = not engine.abilities.exact_logprobs and config.recompute_logprobs is not False
-    return 2.0 if own or config.max_staleness else 0.0
+    return 2.0 if (own or config.max_staleness) and not exact else 0.0
 
 
 def build(
@@ -145,7 +146,7 @@ def build(
         num_samples_per_prompt=config.num_samples_per_prompt,
         max_staleness=config.max_staleness,
     )
-    tis_cap = tis_cap_of(config, engine)
+    tis_cap = tis_cap_of(config, engine, strategy.sums.exact)
     maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk, tis_cap)
     trained = {**models.trained(), **policy.models()}
     for model in trained.values():

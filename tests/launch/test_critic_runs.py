@@ -94,7 +94,7 @@ def on_meta(folders: dict[str, dict[str, Any]]) -> list[list[float]]:
             run = PPORun(pretrain='gpt2', critic_from=folder, **settings)
             inputs = Inputs(run=run, settings=run.config(), tokenizer=None, critic_config=load_config(folder))
             with strategy.model_init_context():
-                critic = build_critic(inputs)
+                critic = build_critic(inputs, folder, inputs.critic_config)
                 assert all(p.is_meta for p in critic.parameters())
             critic, _ = strategy.prepare((critic, strategy.make_optimizer(critic.parameters())))
             found.append(values(critic).tolist())
