@@ -102,11 +102,15 @@ def test_logits_of_earlier_steps_are_not_kept():
     model = tiny_causal_lm('gpt2')
     generate, seen = model.generate, []
 
+    def alive():
+        # not isinstance(), which follows weak references and raises for dead ones
+        return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
     def watched(*args, **kwargs):
+        before = {id(o) for o in alive()}  # of other tests too
         output = generate(*args, **kwargs)
         shape = (len(output.sequences), model.config.vocab_size)
-        # not isinstance(), which follows weak references and raises for dead ones
-        seen.append(sum(issubclass(type(o), torch.Tensor) and o.shape == shape for o in gc.get_objects()))
+        seen.append(sum(o.shape == shape and id(o) not in before for o in alive()))
         return output
 
     model.generate = watched
