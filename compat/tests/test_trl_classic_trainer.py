@@ -368,7 +368,7 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize('bits', ['bfloat16', 'float16'])
-def test_a_step_in_16_bits(bits: str, tmp_path: Path) -> None:
+def test_a_step_in_16_bits(bits: str, tmp_path: Path, with_16_bits: None) -> None:
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, torch_dtype=bits)
     trainer = make(model, learning_rate=1e-2)
