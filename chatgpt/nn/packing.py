@@ -100,8 +100,12 @@ def every_token(packing: Packing) -> Packing:
 
 
 def _drops(model: nn.Module) -> bool:
-    modules = list(model.modules()) if model.training else []
-    return any(isinstance(m, nn.Dropout) and m.p > 0 or getattr(m, 'attention_dropout', 0) for m in modules)
+    """Returns True if a forward has dropout: of modules, or of rates in attributes, as in OPT."""
+    for module in model.modules() if model.training else ():
+        rates = (value for name, value in vars(module).items() if 'drop' in name and isinstance(value, float))
+        if isinstance(module, nn.Dropout) and module.p > 0 or any(rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def _copied(states: Tensor, index: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 import chatgpt.batching as batching
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.packing import _packing_for as packing_for
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model
 from chatgpt.testing import tiny_causal_lm
@@ -91,6 +92,21 @@ def test_dropout_computes_every_token():
         for module in drops:
             module.p = rate
         assert drops and widths(actor, collate(ALIKE)) == [tokens]
+
+
+@pytest.mark.parametrize(('name', 'rate'), [('opt', 'dropout'), ('llama', 'attention_dropout')])
+def test_dropout_of_a_rate_in_an_attribute_computes_every_token(name, rate):
+    model = base_model(Actor(model_of(name)).model)
+    batch = collate(ALIKE)
+    blocks = [m for m in model.modules() if hasattr(m, rate)]
+    assert blocks
+    for training, value, all_tokens in ((True, 0.0, False), (True, 0.25, True), (False, 0.25, False)):
+        model.train(training)
+        for module in blocks:
+            if isinstance(getattr(module, rate), float):
+                setattr(module, rate, value)
+        packing = packing_for(model, batch)
+        assert (packing.state_index is None) == all_tokens
 
 
 def test_a_wrong_state_gives_other_results():
