@@ -33,25 +33,22 @@ class TreeReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
+        output_tensor.copy_(self.reduced(input_tensor, group, op))
+
+    def reduced(self, whole: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
+        """Returns this rank's part of the sum of `whole` over the group."""
+        return tree_reduce_scatter(whole, group)
 
 
 class NarrowReduceScatter(TreeReduceScatter):
     """A reduce-scatter of fp32 gradients that sends and sums them in bf16."""
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        reduced = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+    def reduced(self, whole: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor:
+        part = whole.new_empty(whole.numel() // group.size(), dtype=torch.bfloat16)
         # torch 2.13 renames it
         reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
-        reduce_scatter(reduced, input_tensor.bfloat16(), op=op, group=group)
-        output_tensor.copy_(reduced)
+        reduce_scatter(part, whole.bfloat16(), op=op, group=group)
+        return part
 
 
 def drop_whole_gradients(model: Any) -> None:

@@ -112,9 +112,8 @@ class CriticCourse(Callback):
 
 def flattened(targets: SequenceOf[ValueTarget]) -> dict[str, Tensor]:
     """Returns targets as 1-D tensors by name: numbers of each, and their tensors one after another."""
-    flat = {name: torch.cat([getattr(t, name).cpu() for t in targets]) for name in ('prompt_ids', 'response_ids')}
-    flat |= {name: torch.cat([getattr(t, name).cpu() for t in targets]) for name in ('values', 'returns')}
-    return flat | {
+    names = ('prompt_ids', 'response_ids', 'values', 'returns')
+    return {name: torch.cat([getattr(t, name).cpu() for t in targets]) for name in names} | {
         'response_mask': torch.cat([t.response_mask.cpu() for t in targets]).to(torch.uint8),
         'index': torch.tensor([t.index for t in targets]),
         'num_prompt': torch.tensor([len(t.prompt_ids) for t in targets]),
