@@ -70,6 +70,15 @@ class BaseVLLMEngine(CheckedEngine):
         check_sampling(call.sampling)
         return super().check(config, call)
 
+    def check_weights(self) -> None:
+        try:
+            super().check_weights()
+        except RuntimeError:
+            # Wrong weights may leave NaN in the cache. Attention multiplies masked slots by 0, which keeps NaN, and so
+            # later prompts would be NaN with any weights.
+            self.llm.collective_rpc(_clear_cache)
+            raise
+
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
         params = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
@@ -165,6 +174,11 @@ def has_head(llm: Any) -> bool:
 
 def _has_head(model: Any) -> bool:
     return any(type(module).__name__ == 'ParallelLMHead' for module in model.modules())
+
+
+def _clear_cache(worker: Any) -> None:
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def import_vllm() -> Any:

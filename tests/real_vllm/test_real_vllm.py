@@ -225,6 +225,18 @@ def test_an_engine_that_loses_a_tensor_is_refused(llama, engine_of, lost):
     assert off(collect(engine, Actor(model), GREEDY), model) < 1e-4
 
 
+def test_weights_that_are_not_numbers_leave_no_trace(llama, engine_of, monkeypatch):
+    """NaN in slots of the cache that attention masks does not reach later prompts."""
+    model = llama()
+    engine = engine_of(model)
+    tensors_of = engine.tensors_of
+    monkeypatch.setattr(engine, 'tensors_of', lambda m: {n: t * float('nan') for n, t in tensors_of(m).items()})
+    with pytest.raises(RuntimeError, match='by nan nats'):
+        collect(engine, Actor(model), GREEDY)
+    monkeypatch.undo()
+    assert off(collect(engine, Actor(model), GREEDY), model) < 1e-4
+
+
 def test_dtypes_explain_a_difference(llama, engine_of):
     model = llama()
     engine = engine_of(model, dtype='bfloat16')
