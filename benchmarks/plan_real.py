@@ -3,8 +3,9 @@
     python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder, files of `make real`
     python benchmarks/plan_real.py --page
 
-Each case is planned (`--plan`) and then run for one learning phase, as short as the plan's peak allows; the peak is the
-largest resident memory of the whole process (wait4). 'kept back' is the peak if malloc returns freed memory at once.
+Each case is planned (`--plan`) and then run: two optimizer steps, or two phases, since optimizer states exist from the
+first step on. The peak is the largest resident memory of the whole process (wait4); 'kept back' is the peak if malloc
+returns freed memory at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 import harness
 
 UNITS = {'MiB': 2**20, 'GiB': 2**30}
-ONLINE = ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1', '--max_new_tokens=20']
+ONLINE = ['--num_episodes=2', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1', '--max_new_tokens=20']
 ADAPTERS = ['--lora_rank=16']
 CASES: dict[str, tuple[str, list[str]]] = {
     'SFT': ('sft', ['--max_steps=2']),

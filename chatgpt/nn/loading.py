@@ -8,7 +8,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from chatgpt.data.formats import note_model, save_tokenizer
 from chatgpt.hub import checked_path, nearest
 from chatgpt.names import hint
 from chatgpt.nn import lora
+from chatgpt.nn.computed import ComputedTensors, on_disk
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
@@ -376,10 +377,11 @@ class Role(nn.Module):
             of the weights in the files; None for that of the folder the model was loaded from, or for a new model
                 its own. Heads stay in fp32.
         """
+        weights: Mapping[str, Tensor] | None
         if not lora.has_lora(self.model):
             weights = None if state_dict is None else part_of(state_dict, 'model')
         elif state_dict is None:
-            weights = lora.merged_state_dict(self.model)
+            weights = lora.merged_tensors(self.model)
         else:
             raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
         self._write(folder, weights, self.state_dict() if state_dict is None else state_dict, tokenizer, dtype)
@@ -424,7 +426,7 @@ def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: An
 def write_folder(
     model: Any,
     folder: str | os.PathLike[str],
-    state_dict: dict[str, Any] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -442,16 +444,21 @@ def write_folder(
         )
     source = getattr(model, 'weights_source', None)
     wanted: torch.dtype | None = dtype or getattr(source, 'dtype', None)
+    state = model.state_dict() if state_dict is None else state_dict
+    tensors: Iterable[tuple[str, Tensor]] = state.items()
     if wanted is not None and (dtype is not None or wanted.itemsize < 4):
-        state = model.state_dict() if state_dict is None else state_dict
         wide = source.wide if source is not None and dtype is None else ()
-        state_dict = to_dtype(model, state, wanted, wide, widen=dtype is not None)
+        tensors = to_dtype(model, state, wanted, wide, widen=dtype is not None)
     else:
         wanted = None
+    computed = state.computed if isinstance(state, ComputedTensors) else {}
+    if computed:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    whole = {name: on_disk(tensor, folder) if name in computed else tensor for name, tensor in tensors}
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder, state_dict=state_dict)
+        model.save_pretrained(folder, state_dict=whole)
         remove_heads(folder)  # not before: if transformers raises, the earlier model still needs them
         share_by_umask(folder)
     finally:

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, cast, get_args
 
 import loralib
@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.computed import ComputedTensors
 from chatgpt.nn.quantized import NF4Linear
 
 BiasMode = Literal['none', 'all', 'lora_only']
@@ -516,18 +517,31 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     Merged and dequantized weights are new tensors; those of a shared or quantized base are on the CPU, because together
     they may exceed the device's memory. All others are those of `module.state_dict()`.
     """
+    return dict(merged_tensors(module))
+
+
+def merged_tensors(module: nn.Module) -> ComputedTensors:
+    """Returns the tensors of `merged_state_dict`; merged and dequantized ones are computed at each access."""
     layers = _require_lora(module, 'merged_state_dict')
-    state = dict(module.state_dict())
+    kept, computed = dict(module.state_dict()), {}
     dense = {n.removesuffix('.base'): m for n, m in module.named_modules() if isinstance(m, NF4Linear)}
     for name, base in dense.items():
         prefix = f'{name}.' if name else ''
         if name not in layers:
-            state[prefix + 'weight'] = base.dense().cpu()
+            computed[prefix + 'weight'] = partial(_dense_on_cpu, base)
         if base.bias is not None:
-            state[prefix + 'bias'] = base.bias.clone()
+            kept[prefix + 'bias'] = base.bias.clone()
     for name, layer in layers.items():
         prefix = f'{name}.' if name else ''
-        folded = layer.folded_weight()
-        state[prefix + 'weight'] = folded.cpu() if layer.shares_base else folded
-        del state[prefix + 'lora_A'], state[prefix + 'lora_B']
-    return state
+        computed[prefix + 'weight'] = partial(_folded_weight, layer)
+        del kept[prefix + 'lora_A'], kept[prefix + 'lora_B']
+    return ComputedTensors(kept, computed)
+
+
+def _dense_on_cpu(base: NF4Linear) -> Tensor:
+    return base.dense().cpu()
+
+
+def _folded_weight(layer: Any) -> Tensor:
+    folded: Tensor = layer.folded_weight()
+    return folded.cpu() if layer.shares_base else folded

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from chatgpt.nn import lora
+from chatgpt.nn.computed import ComputedTensors
 from chatgpt.nn.heads import SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import (
@@ -128,9 +129,12 @@ class RewardModel(Role):
         if classifier is not None:
             bias = head.get('bias')
             shift -= 0.0 if bias is None else float(bias)
-            names = {f'{classifier.base_model_prefix}.{k}': v.contiguous() for k, v in trunk.items()}
+            prefix, computed = f'{classifier.base_model_prefix}.', getattr(trunk, 'computed', {})
+            kept = {prefix + k: trunk[k].contiguous() for k in trunk if k not in computed}
+            kept['score.weight'] = head['weight'].contiguous()
+            tensors = ComputedTensors(kept, {prefix + k: make for k, make in computed.items()})
             classifier.weights_source = getattr(self.model, 'weights_source', None)
-            write_folder(classifier, folder, names | {'score.weight': head['weight'].contiguous()}, dtype=dtype)
+            write_folder(classifier, folder, tensors, dtype=dtype)
         else:
             write_folder(self.model, folder, trunk, dtype=dtype)
             if head:
@@ -273,7 +277,7 @@ def _unfreeze_head(classifier: PreTrainedModel) -> None:
 
 
 def _state_names(model: nn.Module) -> set[str]:
-    names = lora.merged_state_dict(model) if lora.has_lora(model) else model.state_dict()
+    names = lora.merged_tensors(model) if lora.has_lora(model) else model.state_dict()
     return set(names)
 
 

@@ -30,6 +30,7 @@ from transformers import initialization as hf_init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from chatgpt.nn.computed import ComputedTensors
 from chatgpt.nn.quantized import FourBitFile, Part, in_four_bits
 
 
@@ -730,11 +731,12 @@ def stored_dtype(files: Iterable[Path]) -> tuple[torch.dtype | None, frozenset[s
 
 def to_dtype(
     model: Any, state: Mapping[str, Tensor], dtype: torch.dtype, wide: Collection[str] = (), *, widen: bool = False
-) -> dict[str, Tensor]:
-    """Casts floating tensors of a transformers model's `state` to `dtype`; tied ones stay one tensor. Tensors with
-    names in files that are in `wide`, new heads, what transformers keeps in fp32, and without `widen` tensors in 16
-    bits keep their dtype."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and tensors of a transformers model's `state`, floating ones in `dtype`; tied ones stay one tensor.
+    Tensors with names in files that are in `wide`, new heads, what transformers keeps in fp32, and without `widen`
+    tensors in 16 bits keep their dtype."""
     strict = getattr(model, '_keep_in_fp32_modules_strict', None) or ()
+    computed = state.computed if isinstance(state, ComputedTensors) else {}
     made: dict[Any, Tensor] = {}
 
     def stays(name: str, tensor: Tensor) -> bool:
@@ -749,13 +751,15 @@ def to_dtype(
     def put(name: str, tensor: Tensor) -> Tensor:
         if stays(name, tensor):
             return tensor
+        if name in computed:
+            return tensor.detach().to(dtype)
         memory = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
         key = (name,) if tensor.is_meta or not tensor.numel() else memory
         if key not in made:
             made[key] = tensor.detach().to(dtype)
         return made[key]
 
-    return {name: put(name, tensor) for name, tensor in state.items()}
+    return ((name, put(name, tensor)) for name, tensor in state.items())
 
 
 def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:

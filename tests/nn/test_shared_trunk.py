@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+import weakref
 from copy import deepcopy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.computed import on_disk
 from chatgpt.nn.heads import critic_head
-from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.lora import LoRANF4Linear, lora_layers, merged_state_dict
 from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.testing import tiny_causal_lm
@@ -87,6 +91,42 @@ def test_nf4_is_near_and_trains_through():
     assert 0 < (out - dense).abs().max() < 0.5
     out.sum().backward()
     assert all(layer.lora_B.grad.abs().sum() > 0 for layer in lora_layers(actor).values())
+
+
+@pytest.mark.parametrize('role', ['actor', 'reward_model'])
+def test_merged_weights_are_written_one_at_a_time(role, tmp_path, monkeypatch):
+    """All merged weights together may be several times the 4-bit model, and more than the machine's memory."""
+    trunk = SharedTrunk(tiny_causal_lm('llama', hidden_size=64), quantize='nf4')
+    model = getattr(trunk, role)(4)
+    folded, alive, most = LoRANF4Linear.folded_weight, [], []
+
+    def counted(layer):
+        weight = folded(layer)
+        alive[:] = [*(ref for ref in alive if ref() is not None), weakref.ref(weight.untyped_storage())]
+        most.append(len(alive))
+        return weight
+
+    expected = {n: t.clone() for n, t in merged_state_dict(model.model).items()}
+    monkeypatch.setattr(LoRANF4Linear, 'folded_weight', counted)
+    model.save_pretrained(tmp_path)
+    assert len(most) == len(lora_layers(model)) and max(most) <= 2
+    written = load_file(tmp_path / 'model.safetensors')
+    prefix = 'model.' if role == 'reward_model' else ''
+    assert all(torch.equal(written[prefix + n], t) for n, t in expected.items() if prefix + n in written)
+    assert len(written) >= len(expected) - 1
+    assert not list(tmp_path.glob('.weights-*'))
+
+
+def test_a_file_that_cannot_grow_is_an_error_and_not_a_signal(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError):
+            on_disk(torch.ones(4096), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(on_disk(torch.arange(6.0).view(2, 3), tmp_path), torch.arange(6.0).view(2, 3))
+    assert not list(tmp_path.iterdir())
 
 
 def test_nf4_rounds_to_the_sixteen_numbers_of_the_paper():
