@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.strategies import states
-from chatgpt.strategies.base import Abilities, check_max_norm
+from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
 from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, register_hooks
@@ -36,7 +36,7 @@ from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
 from chatgpt.strategies.copies import Offloaded, fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
-from chatgpt.strategies.pairs import Trained
+from chatgpt.strategies.pairs import Trained, check_max_norm
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
 from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy, with_parameters
