@@ -33,7 +33,9 @@ __all__ = ['__version__', 'train', *_PACKAGES]
 
 
 def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` (PEP 562) for a package that imports its names on first use.
+    """Returns `__getattr__` and `__dir__` (PEP 562) for a package that imports its names on first use, and sets
+    `__all__` to the names imported as themselves (`from x import A as A`), the form by which type
+    checkers know a public name.
 
     Names and modules are read from the imports under `if TYPE_CHECKING:` of the package's `__init__.py`, so there is
     one list for type checkers and the running program.
@@ -41,7 +43,10 @@ def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     module = sys.modules[package]
     body = ast.parse(module.__loader__.get_source(package)).body  # type: ignore[union-attr]
     imports = [each for node in body if isinstance(node, ast.If) for each in node.body]
-    homes = {alias.name: node.module for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names}
+    found = [(node.module, alias) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
+    homes = {alias.name: place for place, alias in found}
+    if public := sorted(alias.name for _, alias in found if alias.asname):
+        module.__all__ = public  # type: ignore[attr-defined]
 
     def getattribute(name: str) -> Any:
         if name not in homes:

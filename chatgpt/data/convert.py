@@ -41,10 +41,6 @@ def to_records(example: Example, shape: str) -> list[dict[str, Any]]:
     return TARGETS[shape](example)
 
 
-def _prompt(example: Example) -> list[dict[str, Any]]:
-    return [{'prompt': plain_prompt(as_kind(example, 'prompt').prompt)}]
-
-
 def _completion(example: Example) -> list[dict[str, Any]]:
     found: Any = as_kind(example, 'demonstration')
     if found.prompt == '':
@@ -64,15 +60,6 @@ def _alpaca(example: Example) -> list[dict[str, Any]]:
     else:
         raise BadRecord('more than one question and its answer, which instruction, input and output cannot hold')
     return [{'instruction': given.instruction, 'input': given.input, 'output': found.response}]
-
-
-def _messages(example: Example) -> list[dict[str, Any]]:
-    return [{'messages': [turn._asdict() for turn in _all_turns(as_kind(example, 'demonstration'))]}]
-
-
-def _sharegpt(example: Example) -> list[dict[str, Any]]:
-    turns = _all_turns(as_kind(example, 'demonstration'))
-    return [{'conversations': [{'from': _SHAREGPT[turn.role], 'value': turn.content} for turn in turns]}]
 
 
 def _preference(example: Example) -> list[dict[str, Any]]:
@@ -126,22 +113,20 @@ def _text_label(example: Example) -> list[dict[str, Any]]:
     return [{'text': _whole_text(example), 'label': example.label}]
 
 
-def _text(example: Example) -> list[dict[str, Any]]:
-    return [{'text': _whole_text(as_kind(example, 'demonstration'))}]
-
-
 TARGETS: dict[str, Callable[[Example], list[dict[str, Any]]]] = {
-    'prompt': _prompt,
+    'prompt': lambda example: [{'prompt': plain_prompt(as_kind(example, 'prompt').prompt)}],
     'prompt_completion': _completion,
     'alpaca': _alpaca,
-    'messages': _messages,
-    'sharegpt': _sharegpt,
+    'messages': lambda example: [{'messages': [turn._asdict() for turn in _all_turns(example)]}],
+    'sharegpt': lambda example: [
+        {'conversations': [{'from': _SHAREGPT[turn.role], 'value': turn.content} for turn in _all_turns(example)]}
+    ],
     'preference': _preference,
     'dialogues': _dialogues,
     'ranked': _ranked,
     'kto': _labelled,
     'text_label': _text_label,
-    'text': _text,
+    'text': lambda example: [{'text': _whole_text(as_kind(example, 'demonstration'))}],
 }
 
 
@@ -153,10 +138,11 @@ def _whole_text(example: Demonstration | Labelled) -> str:
     return plain_prompt(example.prompt) + _answer_text(example.prompt, example.response)
 
 
-def _all_turns(example: Demonstration) -> tuple[Message, ...]:
-    if example.prompt == '':
+def _all_turns(example: Example) -> tuple[Message, ...]:
+    found: Any = as_kind(example, 'demonstration')
+    if found.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
-    return (*prompt_turns(example.prompt), *response_turns(example.response))
+    return (*prompt_turns(found.prompt), *response_turns(found.response))
 
 
 def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:
@@ -201,8 +187,7 @@ def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
             for row in rows:
-                writer.writerow({key: _cell(value) for key, value in row.items()})
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else value
+                nested = {
+                    key: json.dumps(v, ensure_ascii=False) for key, v in row.items() if isinstance(v, (list, dict))
+                }
+                writer.writerow(row | nested)

@@ -198,7 +198,14 @@ def _open_path(path: Path, bad: BadRecords, split: str, separator: str) -> tuple
     if path.stat().st_size == 0:
         raise ValueError(f'{path}: the file is empty')
     if suffix != '.parquet':
-        _check_no_utf16(path)
+        # UTF-16 shows by its byte order mark or its zeros
+        with open_bytes(path) as file:
+            start = file.read(2)
+        found = 'UTF-16' if start in (b'\xff\xfe', b'\xfe\xff') else None
+        if len(start) == 2 and b'\0' in start:
+            found = 'UTF-16BE' if start[0] == 0 else 'UTF-16LE'
+        if found is not None:
+            raise ValueError(f'{path}: encoded in {found}, and data are read as UTF-8. {_converted(path, found)}')
     if suffix in ('.csv', '.tsv'):
         return str(path), _csv(path, bad, tab=suffix == '.tsv')
     if suffix == '.parquet':
@@ -287,17 +294,6 @@ def _csv(path: Path, bad: BadRecords, tab: bool) -> Iterator[Record]:
                 bad.report(where, 'not UTF-8', _remedy(path, delimiter.join(row).encode('utf-8', 'surrogateescape')))
             else:
                 yield Record({column: cell for column, cell in zip(header, row, strict=True) if column}, where)
-
-
-def _check_no_utf16(path: Path) -> None:
-    """Raises ValueError for a UTF-16 file, detected by its byte order mark or its zeros."""
-    with open_bytes(path) as file:
-        start = file.read(2)
-    found = 'UTF-16' if start in (b'\xff\xfe', b'\xfe\xff') else None
-    if len(start) == 2 and b'\0' in start:
-        found = 'UTF-16BE' if start[0] == 0 else 'UTF-16LE'
-    if found is not None:
-        raise ValueError(f'{path}: encoded in {found}, and data are read as UTF-8. {_converted(path, found)}')
 
 
 def _converted(path: Path, encoding: str) -> str:

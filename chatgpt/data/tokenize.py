@@ -434,5 +434,4 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
             f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has "
             f'{len(vocab)} tokens and no such id; use the tokenizer the model was trained with'
         )
-    if tokenizer.eos_token_id is None:
-        raise ValueError('the tokenizer has no end token, so no response could end; set tokenizer.eos_token')
+    end_id(tokenizer)

@@ -39,15 +39,6 @@ def limit(settings: dict[str, Any]) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def leave_keyring() -> None:
-    """Replaces the kernel's session keyring, which every namespace inherits, by an empty one."""
-    import ctypes
-
-    number = KEYCTL.get(os.uname().machine)
-    if number is not None:
-        ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(1), None)  # KEYCTL_JOIN_SESSION_KEYRING
-
-
 def run(source: bytes) -> int:
     """Runs the code as a script; prints an exception as Python does, beginning with the code's own frame."""
     text = source.decode('utf-8', 'replace')
@@ -77,7 +68,12 @@ def main() -> None:
     os.close(nothing)
     sys.stdout.reconfigure(line_buffering=True, errors='backslashreplace')  # type: ignore[union-attr]
     if settings['processes'] is not None:
-        leave_keyring()
+        # replaces the kernel's session keyring, which every namespace inherits, by an empty one
+        import ctypes
+
+        number = KEYCTL.get(os.uname().machine)
+        if number is not None:
+            ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(1), None)  # KEYCTL_JOIN_SESSION_KEYRING
     limit(settings)
     os.write(1, CONFINED)
     sys.exit(run(source))

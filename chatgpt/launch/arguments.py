@@ -64,12 +64,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-_hints = cache(typing.get_type_hints)
-
-
-def hints_of(cls: type) -> dict[str, Any]:
-    """Returns the types of a settings class's fields."""
-    return _hints(cls)
+hints_of: Callable[[type], dict[str, Any]] = cache(typing.get_type_hints)
+"""returns the types of a settings class's fields"""
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -129,12 +125,18 @@ def choices_of(f: Field[Any]) -> Iterable[str]:
 
 
 def add_settings(
-    parser: Any, cls: type, *, skip: Iterable[str] = (), read: Mapping[str, Callable[[str], Any]] = MappingProxyType({})
+    parser: Any,
+    cls: type,
+    *,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    read: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
 ) -> None:
-    """Adds one flag per field of `cls`, with its default. `read`: functions that read the text of some fields."""
+    """Adds one flag per field of `cls`, or per field in `only`, with its default. `read`: functions that read the text
+    of some fields."""
     hints, docs = hints_of(cls), field_docs(cls)
     for f in fields(cls):
-        if f.name not in skip:
+        if f.name in (only or hints) and f.name not in skip:
             text = f'{docs.get(f.name, "")} (default: {"none" if f.default is None else f.default})'
             choices, reader = choices_of(f), read.get(f.name)
             add_flag(parser, f.name, hints[f.name], text, f.default, choices=choices, read=reader)

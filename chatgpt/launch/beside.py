@@ -14,8 +14,8 @@ from chatgpt.nn.layouts import layout_of, longest_side
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.reward_model import is_scorer
+from chatgpt.nn.tensor_files import HEAD_FILE
 from chatgpt.nn.trunk import text_config, width_of
-from chatgpt.nn.weights import HEAD_FILE
 
 TRAINED_BY = {
     'reward model': 'train one with reward-model --lora_rank 16 --save_adapter, and give its adapter/ folder',

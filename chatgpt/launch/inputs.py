@@ -270,10 +270,9 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         check_lengths(inputs.train, inputs.reward_context, new, "the reward model's context", tokenizer)
     read_critic(run, inputs)
     if run.ptx_data:
-        inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[
-            0
-        ]
-        read.append((run.ptx_data, 'texts', inputs.pretrain_data))
+        texts, _ = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)
+        inputs.pretrain_data = texts
+        read.append((run.ptx_data, 'texts', texts))
     if run.validation_file:
         read.append((run.validation_file, 'eval prompts', inputs.validation))
     inputs.notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]

@@ -202,7 +202,9 @@ def train(
         check_reward_beside(environment, run.reward_weights, reward_fn)
     tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)
     if run.apply_chat_template is None:
-        run.apply_chat_template = _template_choice_before(run_dir, resume)
+        # that of the run that is resumed
+        record = RunRecord.read(run_dir) if resume is not None and run_dir is not None else None
+        run.apply_chat_template = record.data.get('apply_chat_template') if record is not None else None
     model_config, tokenizer = read_config(run, model, tokenizer)
     if save_path is not None:
         try_model_folder(Path(save_path), model_config, trust_remote_code=run.trust_remote_code)
@@ -271,12 +273,6 @@ class _SaveWeightsOnError(Callback):
                 print(
                     f'the weights after the last optimizer step are kept in {self.place}', file=sys.stderr, flush=True
                 )
-
-
-def _template_choice_before(run_dir: str | Path | None, resume: Any) -> bool | None:
-    """Returns apply_chat_template of the run that is resumed; None without a resume."""
-    record = RunRecord.read(run_dir) if resume is not None and run_dir is not None else None
-    return record.data.get('apply_chat_template') if record is not None else None
 
 
 def _kind(reward_fn: Any, prompts: Any, environment: Any, samples: Any, rewards: Any, preferences: Any) -> str:

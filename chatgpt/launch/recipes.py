@@ -76,7 +76,10 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
             resume(run, trainer)
         elif run.resume:
             trainer.load_checkpoint(run.resume)
-        trainer.fit(*fit_arguments(inputs))
+        if isinstance(run, PPORun):
+            trainer.fit(inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps)
+        else:
+            trainer.fit()
         finish(run, trainer, by_name=inputs.by_name)
     return trainer
 
@@ -274,14 +277,6 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         run_dir=inputs.run_dir,
         **reference,
     )
-
-
-def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
-    """Returns the arguments of the trainer's `fit`."""
-    run = inputs.run
-    if isinstance(run, PPORun):
-        return inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps
-    return ()
 
 
 # ---------------------------------------------------------------------- a run's folder

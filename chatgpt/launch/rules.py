@@ -108,10 +108,6 @@ def _liger_temperature(s: Any) -> str | None:
 
 PPO_RUN_RULES = [
     Rule(
-        lambda s: s.optimizer == 'sgd' and s.lr is None and s.base,
-        'optimizer=sgd has no default learning rate: give lr',
-    ),
-    Rule(
         lambda s: s.critic == 'shared' and s.critic_lr is not None,
         "critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out",
     ),

@@ -431,14 +431,8 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
 
     def generation(self) -> dict[str, Any]:
         """Returns the generation keywords of the trainer."""
-        return {
-            'max_new_tokens': self.max_new_tokens,
-            'min_new_tokens': self.min_new_tokens,
-            'temperature': self.temperature,
-            'top_k': self.top_k,
-            'top_p': self.top_p,
-            'stop_strings': self.stop_string,
-        }
+        names = ('max_new_tokens', 'min_new_tokens', 'temperature', 'top_k', 'top_p')
+        return {name: getattr(self, name) for name in names} | {'stop_strings': self.stop_string}
 
 
 DATA = ('dataset', 'max_len', 'validation_file', 'validation_percentage', 'skip_bad_records')

@@ -48,7 +48,10 @@ def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
             f'compile_blocks: {type(model).__name__} has no transformer blocks that transformers marks as such; leave '
             'it out'
         )
-    _break_graphs_at_attention()
+    # The packed attention has a graph break before and after it. What is compiled inside `not_compiled`,
+    # such as a decode step, has no break.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    AttentionInterface.register(ATTENTION, _attention)
     number = 0
     for block in blocks:
         if 'forward' not in vars(block):
@@ -113,13 +116,6 @@ def _parts(block: nn.Module) -> list[nn.Module]:
         and not isinstance(part, nn.Linear)
         and any(True for _ in part.parameters())
     ]
-
-
-def _break_graphs_at_attention() -> None:
-    """Registers the packed attention with a graph break before and after it. What is compiled inside `not_compiled`,
-    such as a decode step, has no break."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    AttentionInterface.register(ATTENTION, _attention)
 
 
 _uncompiled_attention = torch.compiler.disable(packed_attention)

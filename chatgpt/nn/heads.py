@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from chatgpt.functional.values import expected_value
-from chatgpt.nn.weights import HEAD_FILE, check_fit, draw_seed, open_weights, read_weights, save_tensors, seeded
+from chatgpt.nn.tensor_files import HEAD_FILE, check_fit, open_weights, read_weights, save_tensors
+from chatgpt.nn.weights import draw_seed, seeded
 
 NEAR_ZERO = 1e-3
 """std of a critic head's weights relative to 1/sqrt(width)"""

@@ -27,8 +27,8 @@ from chatgpt.nn.actor import Actor
 from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
+from chatgpt.nn.tensor_files import Q_HEADS_FILE, check_fit, read_weights, save_tensors
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
-from chatgpt.nn.weights import Q_HEADS_FILE, check_fit, read_weights, save_tensors
 from chatgpt.types import Batch
 
 

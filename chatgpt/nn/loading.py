@@ -29,23 +29,25 @@ from chatgpt.nn.computed import ComputedTensors, on_disk
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
+from chatgpt.nn.tensor_files import (
+    check_finite,
+    check_fit,
+    remove_heads,
+    share_by_umask,
+    stored_dtype,
+    to_dtype,
+    write_dtype,
+)
 from chatgpt.nn.trunk import sharding_group
 from chatgpt.nn.weights import (
     Uninitialised,
     WeightsSource,
     all_to_meta,
-    check_finite,
-    check_fit,
     draw_seed,
     fill_model,
-    remove_heads,
     reset_adapter,
     seeded,
-    share_by_umask,
-    stored_dtype,
-    to_dtype,
     weight_files,
-    write_dtype,
 )
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')

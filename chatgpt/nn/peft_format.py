@@ -39,7 +39,7 @@ from chatgpt.nn.lora import (
     weight_shape,
 )
 from chatgpt.nn.quantized import NF4Linear
-from chatgpt.nn.weights import candidates, read_weights, remove_heads, save_tensors
+from chatgpt.nn.tensor_files import candidates, read_weights, remove_heads, save_tensors
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'

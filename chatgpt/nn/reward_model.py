@@ -31,8 +31,9 @@ from chatgpt.nn.loading import (
 )
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
+from chatgpt.nn.tensor_files import HEAD_FILE
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead, use_fused_gelu
-from chatgpt.nn.weights import HEAD_FILE, WeightsSource, read_source_tensor
+from chatgpt.nn.weights import WeightsSource, read_source_tensor
 from chatgpt.types import Batch
 
 BIAS_KEY = 'score_bias'
@@ -79,7 +80,10 @@ class RewardModel(Role):
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})
         add_lora(self.model, lora_rank, lora_train_bias, lora_options)
         if whole and lora_rank:
-            _unfreeze_head(self.model)
+            base = {id(p) for p in base_model(self.model).parameters()}
+            for parameter in self.model.parameters():
+                if id(parameter) not in base:
+                    parameter.requires_grad_(True)
 
     def forward(self, batch: Batch) -> Tensor:
         """Returns scores (B,) fp32: the head's output at the last real token of each sequence (of an encoder the
@@ -267,13 +271,6 @@ def _single_output(score: nn.Linear, source: WeightsSource | None) -> SeededLine
     head = reward_head(score.in_features)
     set_state(head, {'weight': weight, 'bias': bias})
     return head
-
-
-def _unfreeze_head(classifier: PreTrainedModel) -> None:
-    base = {id(p) for p in base_model(classifier).parameters()}
-    for parameter in classifier.parameters():
-        if id(parameter) not in base:
-            parameter.requires_grad_(True)
 
 
 def _state_names(model: nn.Module) -> set[str]:

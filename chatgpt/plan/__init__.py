@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING
 from chatgpt import on_demand
 
 if TYPE_CHECKING:
-    from chatgpt.plan.advice import cheapest_change, explain_out_of_memory
-    from chatgpt.plan.phases import Plan, make_plan
-    from chatgpt.plan.setup import Setup, parse_bytes, show_bytes
-    from chatgpt.strategies.registry import STRATEGIES
+    from chatgpt.plan.advice import cheapest_change as cheapest_change
+    from chatgpt.plan.advice import explain_out_of_memory as explain_out_of_memory
+    from chatgpt.plan.phases import Plan as Plan
+    from chatgpt.plan.phases import make_plan as make_plan
+    from chatgpt.plan.setup import Setup as Setup
+    from chatgpt.plan.setup import parse_bytes as parse_bytes
+    from chatgpt.plan.setup import show_bytes as show_bytes
+    from chatgpt.strategies.registry import STRATEGIES as STRATEGIES
 
 __getattr__, __dir__ = on_demand(__name__)
-
-__all__ = [
-    'STRATEGIES',
-    'Plan',
-    'Setup',
-    'cheapest_change',
-    'explain_out_of_memory',
-    'make_plan',
-    'parse_bytes',
-    'show_bytes',
-]

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 from chatgpt import on_demand
 
 if TYPE_CHECKING:
-    from chatgpt.strategies.base import Strategy
-    from chatgpt.strategies.colossalai import ColossalAIStrategy
-    from chatgpt.strategies.ddp import DDPStrategy
-    from chatgpt.strategies.fsdp import FSDPStrategy
-    from chatgpt.strategies.naive import NaiveStrategy
-    from chatgpt.strategies.registry import strategy_by_name
+    from chatgpt.strategies.base import Strategy as Strategy
+    from chatgpt.strategies.colossalai import ColossalAIStrategy as ColossalAIStrategy
+    from chatgpt.strategies.ddp import DDPStrategy as DDPStrategy
+    from chatgpt.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from chatgpt.strategies.naive import NaiveStrategy as NaiveStrategy
+    from chatgpt.strategies.registry import strategy_by_name as strategy_by_name
 
 __getattr__, __dir__ = on_demand(__name__)
-
-__all__ = ['ColossalAIStrategy', 'DDPStrategy', 'FSDPStrategy', 'NaiveStrategy', 'Strategy', 'strategy_by_name']

@@ -22,22 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.strategies import states
+from chatgpt.strategies import copies, states
 from chatgpt.strategies.checkpoint.files import save_object, save_tensors
 from chatgpt.strategies.checkpoint.layout import Piece, RenamedReader, TensorReader
-from chatgpt.strategies.copies import (
-    KeptCopy,
-    NarrowWeights,
-    Offloaded,
-    OffloadedWeights,
-    cast_copy,
-    fits,
-    lora_merged,
-    matmul_weights,
-    stored_weights,
-)
 from chatgpt.strategies.memory import MemoryModel, of_numerics
-from chatgpt.strategies.pairs import Trained, check_items, is_pair, open_saved, rebuilt
+from chatgpt.strategies.pairs import Trained, check_items, check_max_norm, is_pair, open_saved, rebuilt
 from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
 from chatgpt.strategies.sums import exact_norm
@@ -124,10 +113,10 @@ class Strategy(OnRanks):
         self._pairs: dict[int, Trained] = {}
         """id of the user's and id of the prepared optimizer -> its pair"""
         self._keep: list[Any] = []  # keeps alive the objects with the ids above
-        self._offloaded_models: dict[int, Offloaded] = {}
+        self._offloaded_models: dict[int, copies.Offloaded] = {}
         """by id of the user's module"""
-        self._narrow = NarrowWeights(self.numerics.dtype, self.autocast)
-        self._kept_copy = KeptCopy()
+        self._narrow = copies.NarrowWeights(self.numerics.dtype, self.autocast)
+        self._kept_copy = copies.KeptCopy()
 
     # ------------------------------------------------------------------ models
 
@@ -192,11 +181,11 @@ class Strategy(OnRanks):
         if dtype is torch.float32:
             from chatgpt.nn.trunk import in_eval_mode
 
-            with in_eval_mode(module), self._narrow.widened(module), lora_merged(module):
+            with in_eval_mode(module), self._narrow.widened(module), copies.lora_merged(module):
                 yield module
             return
         with self._kept_copy.reused(module, dtype) as kept:
-            kept.copied = cast_copy(module, dtype, kept.copied).eval()
+            kept.copied = copies.cast_copy(module, dtype, kept.copied).eval()
             yield kept.copied
 
     def keep_copy(self, user: Any, keep: bool) -> None:
@@ -436,10 +425,10 @@ class Strategy(OnRanks):
                     state[slot] = value.to(parameter.device)
         return optimizer
 
-    def _offloaded(self, module: nn.Module) -> Offloaded | None:
+    def _offloaded(self, module: nn.Module) -> copies.Offloaded | None:
         """Returns the object that moves a frozen module to host memory and back; None on a CPU. ValueError if the
         module cannot be moved."""
-        return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
+        return None if self.device.type == 'cpu' else copies.OffloadedWeights(module, self.device)
 
     def _end_round(self, pair: Trained) -> None:
         """In an exact run, adds the gradients since the last round as one leaf of the tree of sums."""
@@ -504,7 +493,8 @@ class Strategy(OnRanks):
             item.requires_grad_(False)
             self.sums.check_model(item)
             self._keep_narrow(item)
-            self._register(item, self._setup_model(item, trained=False).eval())
+            model = self._setup_model(item, trained=False).eval()
+            self._prepared[id(item)] = self._prepared[id(model)] = (item, model)
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -521,7 +511,7 @@ class Strategy(OnRanks):
         self.sums.check_optimizer(optimizer)
         if self._stores_narrow:
             self._narrow.give_masters(user_model, optimizer)
-        self._register(user_model, model)
+        self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
         scaler = LossScaler() if self.numerics.scales_loss else None
         pair = Trained(user_model, model, optimizer, names, scaler, self.sums.tree())
         self._pairs[id(user_optimizer)] = self._pairs[id(optimizer)] = pair
@@ -542,12 +532,12 @@ class Strategy(OnRanks):
         from chatgpt.nn import lora
 
         elsewhere = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
-        weights = stored_weights(module) if self._stores_narrow and optimizer is None else []
+        weights = copies.stored_weights(module) if self._stores_narrow and optimizer is None else []
         if not weights or any(id(p) in elsewhere for p in weights):  # norms take states of their own dtype only
-            weights = matmul_weights(module)
+            weights = copies.matmul_weights(module)
         frozen = [p for p in weights if not p.requires_grad and id(p) not in owned | elsewhere]
         if optimizer is not None or lora.has_lora(module):  # what is folded or saved must be exact
-            lossless = self.broadcast_object(fits(module, frozen, numerics.dtype))
+            lossless = self.broadcast_object(copies.fits(module, frozen, numerics.dtype))
             frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
         return frozen
 
@@ -557,9 +547,6 @@ class Strategy(OnRanks):
         overflow, and an exact run learns from fp32 weights."""
         numerics = self.numerics
         return numerics.precision == 'bf16' and self._keeps_narrow and not numerics.emulated and not self.sums.exact
-
-    def _register(self, user_model: nn.Module, model: nn.Module) -> None:
-        self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
 
     def _pair(self, optimizer: Optimizer) -> Trained:
         """Returns the pair of an optimizer; ValueError before `prepare`."""
@@ -609,8 +596,3 @@ class Strategy(OnRanks):
             for name, tensor in tensors.items()
             if owner[name] == self.rank and self.ranks.leads and tensor.numel()
         )
-
-
-def check_max_norm(max_norm: float | None) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')

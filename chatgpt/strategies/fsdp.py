@@ -127,12 +127,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             if 'WORLD_SIZE' in os.environ:  # before joining the process group
                 check_world_size(int(os.environ['WORLD_SIZE']), parts, option)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s, **numerics)
-        self.stream_blocks, self.reduce_dtype, self.whole_gradients_gib = (
-            stream_blocks,
-            reduce_dtype,
-            whole_gradients_gib,
-        )
-        self.replicas = replicas
+        self.stream_blocks, self.reduce_dtype, self.replicas = stream_blocks, reduce_dtype, replicas
+        self.whole_gradients_gib = whole_gradients_gib
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
@@ -161,21 +157,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         """by id of a sharded module"""
 
     @classmethod
-    def memory_model(
-        cls,
-        cpu_offload: bool = False,
-        tensor_parallel: int = 1,
-        replicas: int = 1,
-        whole_gradients_gib: float = WHOLE_GRADIENTS_GIB,
-        **options: Any,
-    ) -> MemoryModel:
-        return FSDPMemory(
-            offloads=cpu_offload,
-            tensor_parallel=tensor_parallel,
-            replicas=replicas,
-            whole_gradients_gib=whole_gradients_gib,
-            **of_numerics(options),
-        )
+    def memory_model(cls, cpu_offload: bool = False, **options: Any) -> MemoryModel:
+        own = {name: options[name] for name in FSDPMemory.options if name in options}
+        return FSDPMemory(offloads=cpu_offload, **own, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 
@@ -213,7 +197,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        sharded.waits = self.sums.exact or self._keeps_whole_gradients(model)
+        whole_gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        sharded.waits = self.sums.exact or whole_gradients <= self.whole_gradients_gib * 2**30
         reduce_scatter = TreeReduceScatter if self.sums.exact else NarrowReduceScatter
         if self.sums.exact or self.reduce_dtype != 'fp32':
             for module in model.modules():
@@ -233,9 +218,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape
         return model
-
-    def _keeps_whole_gradients(self, model: nn.Module) -> bool:
-        return 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) <= self.whole_gradients_gib * 2**30
 
     def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         narrow(self._narrowable(module, optimizer), self.numerics.dtype)
@@ -493,6 +475,8 @@ class FSDPMemory(MemoryModel):
     replicas: int = 1
     whole_gradients_gib: float = WHOLE_GRADIENTS_GIB
 
+    options: ClassVar[tuple[str, ...]] = ('tensor_parallel', 'replicas', 'whole_gradients_gib')
+    """arguments of the strategy with the same names"""
     whole: ClassVar[bool] = False
     streams: ClassVar[bool] = True
 
@@ -513,9 +497,7 @@ class FSDPMemory(MemoryModel):
         return self._trained(name, run, self._stored(size, run), trained, size.num_trained)
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        memory = Memory()
-        memory.add(f'{name} weights', 4 * self._stored(size, run), host=self.offloads)
-        return memory
+        return Memory().add(f'{name} weights', 4 * self._stored(size, run), host=self.offloads)
 
     def _stored(self, size: ModelSize, run: Layout) -> float:
         """Returns the fp32 elements of rank 0's shards."""
@@ -551,9 +533,7 @@ class FSDPMemory(MemoryModel):
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         itemsize = self.full_itemsize(run)
         if self.ranks(run) == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
-            memory = Memory()
-            memory.add('full copy', itemsize * size.adapted)
-            return memory
+            return Memory().add('full copy', itemsize * size.adapted)
         return gathered_copy(size, run, itemsize)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ class Memory:
     device: dict[str, int] = field(default_factory=dict)
     host: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, size: float, *, host: bool = False) -> None:
+    def add(self, name: str, size: float, *, host: bool = False) -> Self:
         place = self.host if host else self.device
         if size:
             place[name] = place.get(name, 0) + math.ceil(size)
+        return self
 
     def __add__(self, other: Memory) -> Memory:
         total = Memory(dict(self.device), dict(self.host))
@@ -215,9 +216,7 @@ class MemoryModel:
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         """Returns the memory of a frozen model: '<name> weights'."""
-        memory = Memory()
-        memory.add(f'{name} weights', 4 * (size.total - self.saved(size, run)))
-        return memory
+        return Memory().add(f'{name} weights', 4 * (size.total - self.saved(size, run)))
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         """Returns the bytes of weights that are gathered temporarily while a sharded model computes."""

@@ -94,3 +94,8 @@ def open_saved(path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, d
     if not isinstance(content, dict) or set(content) != {'meta', 'state'}:
         raise CheckpointMismatch(f'{path}: expected a saved optimizer, but it was not written by save_optimizer')
     return DictReader(content['state']), content['meta']
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')

@@ -109,7 +109,12 @@ class ProcessGroup(Ranks):
         self.status = RankStatus()
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            self._check_environment()
+            missing = [name for name in _NEEDED if name not in os.environ]
+            if missing:
+                raise ValueError(
+                    f'{self._what} runs in processes started together, and {", ".join(missing)} is not set; '
+                    f'launch with: torchrun --nproc-per-node=<number of processes> {this_program()}'
+                )
         self.local_rank = int(os.environ.get('LOCAL_RANK', '0'))
         self.device = self._choose_device(device)
         if self.device.type == 'cuda':
@@ -122,14 +127,6 @@ class ProcessGroup(Ranks):
             _join(backend, timedelta(seconds=timeout_s))
         if dist.get_backend() == 'gloo':
             finish_gloo_at_exit()
-
-    def _check_environment(self) -> None:
-        missing = [name for name in _NEEDED if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f'{self._what} runs in processes started together, and {", ".join(missing)} is not set; '
-                f'launch with: torchrun --nproc-per-node=<number of processes> {this_program()}'
-            )
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:
         if device is not None and torch.device(device).index is not None:

@@ -338,7 +338,10 @@ class Trainer:
                 self._note_clean()
                 self.callbacks.on_fit_start(self)
                 yield
-                self._save_if_interrupted()
+                if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
+                    path = self.save_checkpoint()
+                    if self.strategy.is_rank_0:
+                        print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
                 self.callbacks.on_fit_end(self)
                 self.finish_saving()
             except BaseException as error:
@@ -385,12 +388,6 @@ class Trainer:
         finally:
             for held in lock:
                 held.release()
-
-    def _save_if_interrupted(self) -> None:
-        if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
-            path = self.save_checkpoint()
-            if self.strategy.is_rank_0:
-                print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
 
     def expect_updates(self, count: int) -> None:
         """Sets the end of a `fit` of `count` optimizer steps, which begins or resumes now."""

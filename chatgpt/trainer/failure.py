@@ -28,7 +28,8 @@ from chatgpt.trainer.step import Steps
 
 def save_after_failure(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
     """Writes a checkpoint if possible, and prints the newest one. Never raises."""
-    root = checkpoint_root(trainer)
+    own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
+    root = own[0] if own else trainer.checkpoint_dir
     if not isinstance(error, (Exception, SystemExit)):
         return
     failed = f'the run failed in phase {trainer.phase + 1}'
@@ -42,12 +43,6 @@ def save_after_failure(trainer: TrainerView, steps: Steps, error: BaseException)
         text = f'nothing could be saved ({type(second).__name__}: {second}); {_standing(root)}'
     if text:
         print(f'{failed}; {text}', file=sys.stderr, flush=True)
-
-
-def checkpoint_root(trainer: TrainerView) -> Path | None:
-    """Returns the folder of this run's checkpoints, or None if it writes none."""
-    own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
-    return own[0] if own else trainer.checkpoint_dir
 
 
 def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) -> str:

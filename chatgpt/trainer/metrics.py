@@ -201,7 +201,7 @@ def experience_metrics(
         rollout_metrics(experiences, kl_coef, in_reward=config.kl_in == 'reward')
         | group_metrics(experiences, apart=config.estimator.rewards_apart)
         | environment_metrics(experiences)
-        | scaling_metrics(shaper)
+        | ({'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {})
         | value_metrics(experiences)
         | (bias_metrics(experiences) if config.estimator.needs_values else {})
     )
@@ -236,11 +236,6 @@ def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]
         | {f'environment/end_{end}_share': sum(e.end == end for e in episodes) / count for end in get_args(EpisodeEnd)}
         | ({'environment/success_share': sum(judged) / len(judged)} if judged else {})
     )
-
-
-def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
-    """Returns `rollout/...`: 1 if `score_scaling` has no scale to divide by yet; {} without scaling."""
-    return {'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {}
 
 
 def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:

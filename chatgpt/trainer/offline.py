@@ -283,7 +283,12 @@ class OfflineTrainer(Trainer):
         """Runs `num_batches` optimizer steps, evaluates if an epoch or the run (of `total` steps) ends, and logs."""
         c, name, prefix = self.config, self.objective.model_name, self.objective.prefix
         phase, tokens = PhaseMetrics(), 0
-        self._training_mode()
+        # Dropout reads torch's generator, which is seeded per optimizer step and rank.
+        bare = self.strategy.unwrap(self.model)
+        if self.objective.uses_dropout:
+            bare.train()
+        else:
+            dropout_off(bare)
         with self.clock.measure('learn'):
             for _ in range(num_batches):
                 epoch, number = divmod(self.batches_done, per_epoch)
@@ -334,15 +339,6 @@ class OfflineTrainer(Trainer):
         learner = Learner(self.objective.model_name, self.model, self.optim, self.objective.loss)
         make_batch = partial(self.objective.batch, totals=self.objective.totals(records), packing=self.config.packing)
         return Work(records, [learner], make_batch, self.objective.num_tokens)
-
-    def _training_mode(self) -> None:
-        """Sets dropout as in the model's config, or off. It reads torch's generator, which is seeded per optimizer step
-        and rank."""
-        bare = self.strategy.unwrap(self.model)
-        if self.objective.uses_dropout:
-            bare.train()
-        else:
-            dropout_off(bare)
 
     @torch.no_grad()
     def evaluate(self, data: SequenceOf[Any]) -> dict[str, float]:

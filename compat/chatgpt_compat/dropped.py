@@ -242,12 +242,6 @@ def prepare(module: ModuleType, update: Callable[[], None] = lambda: None) -> No
     vars(module).update(_dropped=own, __getattr__=find)
 
 
-def _prepare_all(update: Callable[[], None]) -> None:
-    for name in _MODULES:
-        if (module := sys.modules.get(name)) is not None:
-            prepare(module, update)
-
-
 _MODULES = {name.rpartition('.')[0] for name in NAMES}
 
 
@@ -405,7 +399,9 @@ def restore_dropped() -> Iterator[None]:
                 waiting.remove(row)  # first, since patches import, which calls this again
                 for owner, attribute, value in row[1]():
                     stack.enter_context(patch.object(owner, attribute, value, create=True))
-            _prepare_all(update)
+            for name in _MODULES:
+                if (module := sys.modules.get(name)) is not None:
+                    prepare(module, update)
 
         def import_(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)

@@ -81,7 +81,7 @@ def from_script(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without this package's frames."""
     frames = []
     while trace is not None:
-        if not _ours(trace.tb_frame.f_code.co_filename):
+        if not (Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent):
             frames.append(trace)
         trace = trace.tb_next
     for frame, following in zip(frames, [*frames[1:], None], strict=True):
@@ -93,7 +93,3 @@ def place(error: BaseException, script: str) -> str:
     """Returns the file and line of the script, or of a module beside it, that raised the error."""
     frames = [f for f in traceback.extract_tb(from_script(error.__traceback__)) if not f.filename.startswith('<frozen')]
     return f'{frames[-1].filename}, line {frames[-1].lineno}' if frames else script
-
-
-def _ours(filename: str) -> bool:
-    return Path(filename).parent == Path(__file__).parent

@@ -27,7 +27,8 @@ from chatgpt.nn import (
     mlp_head,
 )
 from chatgpt.nn.lora import lora_layers
-from chatgpt.nn.weights import WeightsSource, open_weights, weight_files
+from chatgpt.nn.tensor_files import open_weights
+from chatgpt.nn.weights import WeightsSource, weight_files
 from chatgpt.testing import FAMILIES, tiny_causal_lm, tiny_config
 
 

@@ -78,6 +78,17 @@ def test_a_class_in_a_file_is_a_strategy(file):
             strategy_by_name(f'{file}:{name}')
 
 
+def test_an_entry_in_a_file_has_options_without_a_flag(tmp_path):
+    path = tmp_path / 'two_machines.py'
+    path.write_text(
+        'from chatgpt.strategies.registry import StrategyEntry\n'
+        "hsdp = StrategyEntry('chatgpt.strategies.fsdp:FSDPStrategy', {'replicas': 2, 'reduce_dtype': 'bf16'})\n"
+    )
+    memory = Setup(config=None, strategy=f'{path}:hsdp', num_processes=4).memory_model
+    assert (memory.replicas, memory.tensor_parallel, memory.whole_gradients_gib) == (2, 1, 4.0)
+    assert STRATEGIES.find(f'{path}:hsdp').options['reduce_dtype'] == 'bf16'
+
+
 def test_it_is_known_by_name_everywhere(file, capsys):
     from chatgpt.launch.arguments import Parser, add_strategy
     from chatgpt.plan.__main__ import parser

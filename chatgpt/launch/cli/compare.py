@@ -54,11 +54,7 @@ def parser() -> Parser:
         help='file of answers that exist already, instead of --model and --prompts',
     )
     generate.add_template(inputs, 'prompts in text are turns of the user')
-    inputs.add_argument(
-        '--trust_remote_code',
-        action='store_true',
-        help='run Python code that comes with a model of the hub; only for models that you trust',
-    )
+    generate.add_trust(inputs)
     inputs.add_argument(
         '--reward_model', help='folder of a reward model; the pairs it is least sure about are shown first'
     )
@@ -104,8 +100,13 @@ def prepared(args: Any) -> Store:
     """
     if world_size_from_env() > 1:
         raise ValueError('compare is one process: start it with python, not with a launcher')
+    from chatgpt.data.reading import BadRecordError, without_remedy
+
     _check(args)
-    records, settings, made = _asked(args)
+    try:
+        records, settings, made = _read(args)
+    except BadRecordError as error:
+        raise without_remedy(error) from None
     store = Store(args.db)
     try:
         if settings and not store.has_answers:
@@ -144,18 +145,9 @@ def _check(args: Any) -> None:
     if len(args.model) == 1 and args.greedy:
         raise ValueError('--greedy gives one and the same answer twice: give a second --model, or leave it out')
     generate.check_sampling(args)
-    for model in args.model if args.apply_chat_template else ():
-        _tokenizer(args, model)
+    for model in args.model if args.apply_chat_template else ():  # raises ValueError for one without a template
+        generate.tokenizer_of(argparse.Namespace(**vars(args) | {'pretrain': model, 'tokenizer': None}))
     vars(args).update(generate.flags_or_defaults(args))  # the same for both models
-
-
-def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
-    from chatgpt.data.reading import BadRecordError, without_remedy
-
-    try:
-        return _read(args)
-    except BadRecordError as error:
-        raise without_remedy(error) from None
 
 
 def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[str]]]:
@@ -250,16 +242,6 @@ def _shown(record: dict[str, Any]) -> str:
     return '\n\n'.join(f'{turn["role"]}: {turn["content"]}' for turn in prompt)
 
 
-def _tokenizer(args: Any, model: str) -> Any:
-    """Returns a model's tokenizer with --apply_chat_template noted. Raises ValueError if a template is missing."""
-    from chatgpt.data.formats import choose_text
-    from chatgpt.nn.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(model, trust_remote_code=args.trust_remote_code)
-    choose_text(tokenizer, args.apply_chat_template)
-    return tokenizer
-
-
 def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     """Generates the responses of a side; the second side samples with --seed + 1."""
     from chatgpt.data import load_prompts
@@ -268,9 +250,10 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
     quiet_transformers()
     model = args.model[min(side, len(args.model) - 1)]
     print(f'{model} answers {len(records)} prompts', flush=True)
-    options = argparse.Namespace(**vars(args) | {'pretrain': model, 'model': 'auto', 'weights': None, 'best_of': 1})
+    of_model = {'pretrain': model, 'tokenizer': None, 'model': 'auto', 'weights': None, 'best_of': 1}
+    options = argparse.Namespace(**vars(args) | of_model)
     options.seed, options.reward_model = args.seed + side, None
-    tokenizer = _tokenizer(args, model)
+    tokenizer = generate.tokenizer_of(options)
     prompts = load_prompts(records, tokenizer)
     keywords = {'do_sample': False} if args.greedy else {name: getattr(args, name) for name in generate.SAMPLING}
     with strategy_of(args) as strategy:

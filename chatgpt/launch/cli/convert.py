@@ -14,14 +14,6 @@ from chatgpt.data.reading import BadRecords
 from chatgpt.launch.arguments import Parser
 
 
-def parse_columns(pairs: list[str]) -> dict[str, str]:
-    """Converts ['prompt=question_text'] to {'prompt': 'question_text'}."""
-    for pair in pairs:
-        if '=' not in pair:
-            raise ValueError(f'--columns {pair}: give known_name=name_in_the_file, for example prompt=question_text')
-    return dict(pair.split('=', 1) for pair in pairs)
-
-
 def convert(examples: list[Any], shape: str, bad: BadRecords) -> Iterator[dict[str, Any]]:
     for example in examples:
         try:
@@ -64,9 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     from chatgpt.data.loading import load_examples
 
     bad = BadRecords(args.skip_bad_records)
+    for pair in args.columns:
+        if '=' not in pair:
+            raise ValueError(f'--columns {pair}: give known_name=name_in_the_file, for example prompt=question_text')
     examples = load_examples(
         args.source,
-        columns=parse_columns(args.columns),
+        columns=dict(pair.split('=', 1) for pair in args.columns),
         bad=bad,
         split=args.split,
         subset=args.subset,

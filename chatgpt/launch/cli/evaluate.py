@@ -18,8 +18,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
-from chatgpt.environments.registry import ENVIRONMENTS
-from chatgpt.launch.arguments import Parser, add_flag, add_strategy, load_function, strategy_of
+from chatgpt.launch.arguments import Parser, add_settings, add_strategy, load_function, strategy_of
 from chatgpt.launch.cli.generate import (
     add_model,
     add_template,
@@ -37,6 +36,8 @@ from chatgpt.rules import Rule, check
 
 
 def parser() -> Parser:
+    from chatgpt.launch.runs import EpisodeSettings
+
     out = Parser(description=__doc__, usage='%(prog)s MODEL [PROMPTS] --reward_fn FILE:FUNCTION [--name value ...]')
     out.add_argument(
         'words', nargs='*', metavar='MODEL', help='hub name or folder of the model, then the file of prompts'
@@ -49,7 +50,9 @@ def parser() -> Parser:
         help='reward function: module:function or file.py:function, called as fn(prompts, responses, **columns)',
     )
     reward.add_argument('--reward_model', help='folder of a reward model')
-    add_environment(environment)
+    taken = ('environment', 'environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s')
+    add_settings(environment, EpisodeSettings, only=taken)
+    environment.add_argument('--episodes', type=int, help='number of episodes, each one task (default: 100)')
     responses.add_argument('--input', help='file of prompts, instead of the second word')
     add_template(responses, 'prompts and observations in text are turns of the user')
     responses.add_argument(
@@ -69,23 +72,6 @@ def parser() -> Parser:
     run.add_argument('--output', help='jsonl file to write prompts, responses and scores to')
     add_strategy(run)
     return out
-
-
-def add_environment(group: Any) -> None:
-    group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
-    options = "keyword arguments of its class, such as '{numbers: 4}'"
-    add_flag(group, 'environment_options', dict[str, Any] | None, options, None)
-    group.add_argument('--episodes', type=int, help='number of episodes, each one task (default: 100)')
-    group.add_argument('--max_turns', type=int, default=16, help='maximum number of turns of an episode (default: 16)')
-    group.add_argument(
-        '--max_turn_tokens', type=int, help='maximum number of tokens of one turn (default: what the episode leaves)'
-    )
-    group.add_argument(
-        '--step_timeout_s',
-        type=number,
-        default=30.0,
-        help='seconds that one step of the environment may take (default: 30)',
-    )
 
 
 RULES = [

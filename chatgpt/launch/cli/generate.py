@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, add_strategy, strategy_of
+from chatgpt.launch.arguments import Parser, add_settings, add_strategy, strategy_of
 from chatgpt.launch.config_values import number, whole_number
 from chatgpt.names import ours
 
@@ -109,24 +109,26 @@ def add_sampling(group: Any, default: str = '{}') -> None:
     group.add_argument('--stop_string', action='append', help='text that ends a response; may be given several times')
 
 
-def add_model(group: Any) -> None:
-    """Adds the flags of `load_actor`."""
-    group.add_argument('--pretrain', help='hub name or folder of the model, instead of the first word')
-    group.add_argument(
-        '--weights',
-        help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
-    )
-    group.add_argument('--tokenizer', help='hub name or folder of the tokenizer (default: that of the model)')
-    group.add_argument(
-        '--model',
-        default='auto',
-        help='model family: gpt2, opt, bloom, llama or module:name; auto: read from the config (default: auto)',
-    )
+def add_trust(group: Any) -> None:
+    """Adds --trust_remote_code, without a value, since a word may follow."""
     group.add_argument(
         '--trust_remote_code',
         action='store_true',
         help='run Python code that comes with a model of the hub; only for models that you trust',
     )
+
+
+def add_model(group: Any) -> None:
+    """Adds the flags of `load_actor`."""
+    from chatgpt.launch.runs import ModelSettings
+
+    group.add_argument('--pretrain', help='hub name or folder of the model, instead of the first word')
+    group.add_argument(
+        '--weights',
+        help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
+    )
+    add_settings(group, ModelSettings, only=('tokenizer', 'model'))
+    add_trust(group)
 
 
 def take_words(out: Parser, args: Any, second: str | None) -> Any:
@@ -155,14 +157,6 @@ def to_our_flags(argv: Sequence[str], out: Parser) -> list[str]:
             word = f'--{ours(name, known)}{equals}{value}'
         words.append(word)
     return words
-
-
-def chat_parser() -> Parser:
-    return parser(chats=True)
-
-
-def chat_main() -> None:
-    main(chats=True)
 
 
 def main(chats: bool | None = False) -> None:
@@ -202,6 +196,9 @@ def main(chats: bool | None = False) -> None:
                 chat(policy, tokenizer, sampling, stops, args)
             else:
                 write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
+
+
+chat_parser, chat_main = partial(parser, chats=True), partial(main, chats=True)
 
 
 def check_sampling(args: Any) -> None:

@@ -71,7 +71,7 @@ def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
         'rollouts': compare_rollouts(a, b),
         'metrics': compare_metrics(a, b),
         'weights': compare_saved(a, b, _weights),
-        'state': compare_saved(a, b, _state),
+        'state': compare_saved(a, b, lambda n, *both: compare_states(n, *(part.json()['trainer'] for part in both))),
     }
 
 
@@ -102,10 +102,6 @@ def _weights(phase: int, one: CheckpointReader, other: CheckpointReader) -> Diff
     more = f', and {difference.elements - 1} more of its elements' if difference.elements > 1 else ''
     more += f', in {difference.tensors} tensors' if difference.tensors > 1 else ''
     return Difference(phase, 'weights', difference.tensor + element, difference.values, more)
-
-
-def _state(phase: int, one: CheckpointReader, other: CheckpointReader) -> Difference | None:
-    return compare_states(phase, one.json()['trainer'], other.json()['trainer'])
 
 
 def _saved(run: RunFolder) -> list[int]:

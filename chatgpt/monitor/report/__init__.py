@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from chatgpt import on_demand
 
 if TYPE_CHECKING:
-    from chatgpt.monitor.report.page import write_report
-    from chatgpt.monitor.report.series import what_improved
+    from chatgpt.monitor.report.page import write_report as write_report
+    from chatgpt.monitor.report.series import what_improved as what_improved
 
 __getattr__, __dir__ = on_demand(__name__)
-
-__all__ = ['what_improved', 'write_report']

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from chatgpt import on_demand
 
 if TYPE_CHECKING:
-    from chatgpt.rollout.local.engine import LocalEngine, check_local
+    from chatgpt.rollout.local.engine import LocalEngine as LocalEngine
+    from chatgpt.rollout.local.engine import check_local as check_local
 
 __getattr__, __dir__ = on_demand(__name__)
-
-__all__ = ['LocalEngine', 'check_local']

@@ -56,7 +56,14 @@ def bridge() -> bool:
     _set_accelerator()
     _register_cpu_adam()
     _patch_low_level_zero()
-    _patch_record_stream()
+    # LowLevelZero calls `Tensor.record_stream` for gradient buckets, which raises on a CPU.
+    original = Tensor.record_stream
+
+    def record_stream(self: Tensor, stream: Any) -> None:
+        if self.device.type != 'cpu':
+            original(self, stream)
+
+    Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
     _patch_gemini_chunks()
     _patch_gemini_memory()
     _bridged = True
@@ -180,17 +187,6 @@ def _patch_low_level_zero() -> None:
                     raise ValueError(f'ZeRO wants parameters of one dtype, {self._dtype}, and found {param.dtype}')
 
     LowLevelZeroOptimizer._sanity_checks = sanity_checks
-
-
-def _patch_record_stream() -> None:
-    """Disables `Tensor.record_stream` on a CPU, where torch raises: LowLevelZero calls it for gradient buckets."""
-    original = Tensor.record_stream
-
-    def record_stream(self: Tensor, stream: Any) -> None:
-        if self.device.type != 'cpu':
-            original(self, stream)
-
-    Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
 
 def _slot(device: torch.device) -> str:

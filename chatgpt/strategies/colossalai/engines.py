@@ -189,21 +189,19 @@ class Engine:
             name = self.names[id(parameter)]
             if name in self._kept:
                 part = self._kept[name].to(self.device, dtype)
-                yield name, self._gather_flat(part, parameter.numel()).view(parameter.shape)
+                numel = parameter.numel()
+                # from every rank's `rank_range`
+                share = -(-numel // self.world_size)
+                padded = part.new_zeros(share)
+                padded[: part.numel()] = part
+                out = part.new_empty(share * self.world_size)
+                dist.all_gather_into_tensor(out, padded)
+                yield name, out[:numel].view(parameter.shape)
             else:
                 yield name, parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         return iter(())
-
-    def _gather_flat(self, part: Tensor, numel: int) -> Tensor:
-        """Returns the whole tensor, shape (numel,), from every rank's `rank_range`."""
-        share = -(-numel // self.world_size)
-        padded = part.new_zeros(share)
-        padded[: part.numel()] = part
-        out = part.new_empty(share * self.world_size)
-        dist.all_gather_into_tensor(out, padded)
-        return out[:numel]
 
     # ------------------------------------------------------------------ around a forward
 

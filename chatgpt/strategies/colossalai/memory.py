@@ -63,9 +63,7 @@ class ZeroMemory(_Masters):
     """elements of a reduction, and of a rank's part of an all-gather"""
 
     def weights(self, size: ModelSize, run: Layout) -> Memory:
-        memory = Memory()
-        memory.add('weights', self.full_itemsize(run) * size.total)
-        return memory
+        return Memory().add('weights', self.full_itemsize(run) * size.total)
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
         share, memory = self._share(size, run, trained_only=True), self._named(name, self.weights(size, run))

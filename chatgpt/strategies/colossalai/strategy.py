@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.strategies import states
-from chatgpt.strategies.base import Abilities, check_max_norm
+from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.colossalai.cpu import bridge
 from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, UpstreamScaler, ZeroEngine, register_hooks
@@ -36,7 +36,7 @@ from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
 from chatgpt.strategies.copies import Offloaded, fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
-from chatgpt.strategies.pairs import Trained
+from chatgpt.strategies.pairs import Trained, check_max_norm
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy
 from chatgpt.strategies.streaming import StreamBlocks, gathered_state, streams, whole_copy, with_parameters
@@ -87,11 +87,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         )
         self.settings.check()
         if numerics.get('reproducible') is not None and (stage == 3 or precision == 'fp16'):
-            what = (
-                'Gemini (stage=3) keeps gradients in 16 bits'
-                if stage == 3
-                else "precision='fp16' is scaled by upstream"
-            )
+            gemini = 'Gemini (stage=3) keeps gradients in 16 bits'
+            what = gemini if stage == 3 else "precision='fp16' is scaled by upstream"
             raise ValueError(
                 f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
                 'FSDPStrategy'
@@ -111,22 +108,13 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """by id of the module that the user built"""
 
     @classmethod
-    def memory_model(
-        cls,
-        stage: int = 3,
-        placement_policy: Placement = 'cuda',
-        reduce_bucket_size: int = 12 * 1024**2,
-        search_range_mb: float = 32,
-        hidden_dim: int | None = None,
-        min_chunk_size_mb: float = 32,
-        **options: Any,
-    ) -> MemoryModel:
-        offloads = placement_policy == 'cpu'
-        if stage == 3:
-            return GeminiMemory(
-                offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
-            )
-        return ZeroMemory(offloads, stage=stage, bucket=reduce_bucket_size, **of_numerics(options))
+    def memory_model(cls, **options: Any) -> MemoryModel:
+        given = Options(**{name: value for name, value in options.items() if name in Options.__dataclass_fields__})
+        offloads, interval = given.placement_policy == 'cpu', given.hidden_dim or 1024
+        if given.stage == 3:
+            search, least = given.search_range_mb, given.min_chunk_size_mb
+            return GeminiMemory(offloads, search_range=search, interval=interval, min_chunk=least)
+        return ZeroMemory(offloads, stage=given.stage, bucket=given.reduce_bucket_size, **of_numerics(options))
 
     # ------------------------------------------------------------------ models
 

@@ -60,7 +60,11 @@ class RunRecorder(Callback):
 
     def on_fit_start(self, trainer: TrainerView) -> None:
         if trainer.phase == 0 and trainer.run_dir is not None and trainer.strategy.is_rank_0:
-            _move_aside(trainer.run_dir)
+            # files of an earlier run are renamed, even those that the new run does not write
+            for name in OTHER_FILES:
+                if (trainer.run_dir / name).is_file():
+                    os.replace(trainer.run_dir / name, previous_of(trainer.run_dir / name))
+            rollouts.begin(trainer.run_dir / rollouts.FOLDER, 0)
         self._begin(trainer, trainer.phase)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
@@ -150,20 +154,18 @@ def _earlier_starts(folder: Path, phase: int) -> list[Start]:
     return [start for start in before.starts if start.phase <= phase] if before is not None else []
 
 
-def _move_aside(folder: Path) -> None:
-    """Renames the files of an earlier run in the folder, even those that the new run does not write."""
-    for name in OTHER_FILES:
-        if (folder / name).is_file():
-            os.replace(folder / name, previous_of(folder / name))
-    rollouts.begin(folder / rollouts.FOLDER, 0)
-
-
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec='seconds')
 
 
 def this_start(phase: int) -> Start:
-    return Start(at=now(), phase=phase, command=command_line(), git=_git(), versions=_versions(), machine=_machine())
+    found = {'python': platform.python_version(), 'chatgpt': __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return Start(at=now(), phase=phase, command=command_line(), git=_git(), versions=found, machine=_machine())
 
 
 def command_line() -> list[str]:
@@ -191,16 +193,6 @@ def _git() -> dict[str, Any] | None:
         return {'commit': git('rev-parse', 'HEAD'), 'dirty': bool(git('status', '--porcelain', '--untracked-files=no'))}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {'python': platform.python_version(), 'chatgpt': __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _machine() -> dict[str, Any]:

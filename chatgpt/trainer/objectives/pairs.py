@@ -187,17 +187,9 @@ def _dpo_objective(config: DPOConfig, reference: Reference) -> PairObjective:
     return PairObjective('dpo', partial(dpo_pair_loss, config), AgainstReference(reference, config))
 
 
-def _orpo_objective(config: ORPOConfig) -> PairObjective:
-    return PairObjective('orpo', partial(orpo_pair_loss, config), average=True)
-
-
-def _simpo_objective(config: SimPOConfig) -> PairObjective:
-    return PairObjective('simpo', partial(simpo_pair_loss, config), average=True)
-
-
 DPO = Method(DPOConfig, _dpo_objective, compares=True)
-ORPO = Method(ORPOConfig, _orpo_objective)
-SIMPO = Method(SimPOConfig, _simpo_objective)
+ORPO = Method(ORPOConfig, lambda config: PairObjective('orpo', partial(orpo_pair_loss, config), average=True))
+SIMPO = Method(SimPOConfig, lambda config: PairObjective('simpo', partial(simpo_pair_loss, config), average=True))
 
 
 class DPOTrainer(OfflineTrainer):

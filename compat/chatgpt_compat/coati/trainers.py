@@ -34,6 +34,11 @@ class _MadeByFit:
     """A wrapper of a trainer that `fit` makes; afterwards it has the trainer's attributes."""
 
     _made: Any = None
+    strategy: Any
+    model: Any
+
+    def save_model(self, path: Any, only_rank0: bool = False, tokenizer: Any = None) -> None:
+        self.strategy.save_model(vars(self).get('actor', vars(self).get('model')), path, only_rank0, tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__') or self._made is None:
@@ -107,9 +112,6 @@ class PPOTrainer(_MadeByFit):
         self._made.tokenize = None  # the rows are ids
         self._made.fit(rows, num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
 
-    def save_model(self, path: Any, only_rank0: bool = False, tokenizer: Any = None) -> None:
-        self.strategy.save_model(self.actor, path, only_rank0, tokenizer)  # type: ignore[call-arg]
-
 
 class SFTTrainer(_MadeByFit):
     """SFT over a loader, an argument of the constructor or of `fit`; a step takes `accumulation_steps` batches."""
@@ -167,9 +169,6 @@ class SFTTrainer(_MadeByFit):
             self._made.config.log_interval = max(log_interval, 1)
         self._made.fit()
 
-    def save_model(self, path: Any, only_rank0: bool = False, tokenizer: Any = None) -> None:
-        self.strategy.save_model(self.model, path, only_rank0, tokenizer)  # type: ignore[call-arg]
-
 
 class RewardModelTrainer(_MadeByFit):
     """The reward-model trainer, with data sets in the constructor or loaders in `fit`."""
@@ -206,6 +205,3 @@ class RewardModelTrainer(_MadeByFit):
                 **(self._settings | loss),
             )
         self._made.fit()
-
-    def save_model(self, path: Any, only_rank0: bool = False, tokenizer: Any = None) -> None:
-        self.strategy.save_model(self.model, path, only_rank0, tokenizer)  # type: ignore[call-arg]

@@ -219,6 +219,31 @@ class TrainingArguments:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
+@dataclass(kw_only=True)
+class SamplingArguments(TrainingArguments):
+    """The arguments of trainers that sample: PPO and RLOO."""
+
+    dataset_num_proc: int | None = None
+    num_mini_batches: int = 1
+    total_episodes: int | None = None
+    local_rollout_forward_batch_size: int = 64
+    num_sample_generations: int = 10
+    response_length: int = 53
+    stop_token: str | None = None
+    stop_token_id: int | None = None
+    temperature: float = 0.7
+    missing_eos_penalty: float | None = None
+    cliprange: float = 0.2
+    whiten_rewards: bool = False
+    world_size: int | None = None
+    num_total_batches: int | None = None
+    micro_batch_size: int | None = None
+    local_batch_size: int | None = None
+    batch_size: int | None = None
+    local_mini_batch_size: int | None = None
+    mini_batch_size: int | None = None
+
+
 # ---------------------------------------------------------------------- conversion
 
 ARGUMENTS: dict[str, Entry] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from chatgpt_compat.tables import load
-from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, check_given, each, given, refused, warned
+from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, SamplingArguments, check_given, each, given, refused, warned
 
 Era = Literal['classic', 'second']
 
@@ -94,7 +94,7 @@ UNSUPPORTED: dict[Era, dict[str, Entry]] = {
 
 
 @dataclass(kw_only=True)
-class PPOConfig(TrainingArguments):
+class PPOConfig(SamplingArguments):
     """Arguments of TRL's `PPOTrainer`, of 0.4 to 0.11 and of 0.12 to 1.12, described in docs/coming_from/trl/.
 
     Arguments with a default of None take the value of the era (`DEFAULTS`): that of the given arguments, until a
@@ -107,16 +107,10 @@ class PPOConfig(TrainingArguments):
     # both eras
     exp_name: str = 'ppo'
     reward_model: str = 'sentiment-analysis:lvwerra/distilbert-imdb'
-    dataset_num_proc: int | None = None
-    batch_size: int | None = None
-    mini_batch_size: int | None = None
-    world_size: int | None = None
     gamma: float = 1.0
     lam: float = 0.95
-    cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
-    whiten_rewards: bool = False
 
     # 0.4 to 0.11
     log_with: str | None = None
@@ -150,15 +144,6 @@ class PPOConfig(TrainingArguments):
     global_batch_size: int | None = None
 
     # 0.12 to 1.12
-    num_mini_batches: int = 1
-    total_episodes: int | None = None
-    local_rollout_forward_batch_size: int = 64
-    num_sample_generations: int = 10
-    response_length: int = 53
-    stop_token: str | None = None
-    stop_token_id: int | None = None
-    temperature: float = 0.7
-    missing_eos_penalty: float | None = None
     sft_model_path: str | None = None
     reward_model_path: str | None = None
     num_ppo_epochs: int | None = None
@@ -167,10 +152,6 @@ class PPOConfig(TrainingArguments):
     ds3_gather_for_generation: bool = True
     model_adapter_name: str | None = None
     ref_adapter_name: str | None = None
-    num_total_batches: int | None = None
-    micro_batch_size: int | None = None
-    local_batch_size: int | None = None
-    local_mini_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -132,7 +132,8 @@ class TextEnvironment:
         """Runs the tool that an episode calls at its end, unless the episode is complete."""
         if history.completed:
             return history
-        tool, query = self.parse_tool_call(history.last_text_segment)
+        found = _CALL.search(history.last_text_segment)
+        tool, query = (found[1], found[2]) if found else (None, None)
         if tool is None or query is None:
             answer = f'Unknown tool call: {history.last_text_segment}'
         elif tool not in self.tools:
@@ -146,11 +147,6 @@ class TextEnvironment:
             answer = f'{answer[: self.max_tool_response - 3]}...'
         history.append_segment(answer + RESPONSE, self._ids(answer + RESPONSE))
         return history
-
-    def parse_tool_call(self, text: str) -> tuple[str | None, str | None]:
-        """Returns name and input of the first call in a text; (None, None) without one."""
-        found = _CALL.search(text)
-        return (found[1], found[2]) if found else (None, None)
 
     def generate(self, histories: list[TextHistory], batch_size: int = 16) -> list[TextHistory]:
         """Appends to each a generated segment, up to `<call>` or `<submit>`."""

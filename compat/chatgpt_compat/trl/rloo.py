@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from chatgpt.trainer import PPOConfig as OurConfig
 from chatgpt.trainer.algorithms import ESTIMATORS, PolicyInputs, PolicyLoss
 from chatgpt_compat.trl import arguments
-from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, TrainingArguments, each, refused, warned
+from chatgpt_compat.trl.arguments import ARGUMENTS, Entry, SamplingArguments, each, refused, warned
 from chatgpt_compat.trl.ppo_train import PPOTrainer, Sizes
 from chatgpt_compat.trl.training import clipping
 
@@ -35,13 +35,12 @@ _LATER = refused(
     'an argument of 0.22 and later, whose RLOOTrainer takes reward_funcs: chatgpt.trainer.PPOTrainer with '
     "advantage_estimator='rloo' (docs/algorithms/rloo.md)"
 )
+_LATER_NAMES = (
+    'num_generations max_completion_length max_prompt_length beta num_iterations epsilon epsilon_high reward_weights '
+    'normalize_advantages steps_per_generation generation_batch_size mask_truncated_completions use_vllm'
+)
 UNSUPPORTED: dict[str, Entry] = ARGUMENTS | {
-    **each(
-        _LATER,
-        'num_generations max_completion_length max_prompt_length beta num_iterations epsilon epsilon_high '
-        'reward_weights normalize_advantages steps_per_generation generation_batch_size mask_truncated_completions '
-        'use_vllm',
-    ),
+    **each(_LATER, _LATER_NAMES),
     'normalize_reward': refused('scores are not standardised by batch here; the function of the reward may do it'),
     'whiten_rewards': warned('no version of this trainer in TRL reads it'),
     'local_rollout_forward_batch_size': warned('a matter of memory or speed, without influence on numbers'),
@@ -50,8 +49,13 @@ UNSUPPORTED: dict[str, Entry] = ARGUMENTS | {
 """unsupported argument -> reason"""
 
 
+_SWITCHES = ('normalize_advantages', 'mask_truncated_completions', 'use_vllm')
+_KINDS = ((name, bool | None if name in _SWITCHES else str | None) for name in _LATER_NAMES.split())
+_Refused: Any = make_dataclass('_Refused', [(name, kind, None) for name, kind in _KINDS], kw_only=True)
+
+
 @dataclass(kw_only=True)
-class RLOOConfig(TrainingArguments):
+class RLOOConfig(SamplingArguments, _Refused):
     """Arguments of `RLOOTrainer`, described in docs/coming_from/trl/train_arguments.md."""
 
     vf_coef: ClassVar[float] = 0.0
@@ -61,47 +65,13 @@ class RLOOConfig(TrainingArguments):
     learning_rate: float = 5e-5
     reward_model_path: str = 'EleutherAI/pythia-160m'
     sft_model_path: str = 'EleutherAI/pythia-160m'
-    dataset_num_proc: int | None = None
     num_ppo_epochs: int = 4
-    num_mini_batches: int = 1
-    total_episodes: int | None = None
-    local_rollout_forward_batch_size: int = 64
-    num_sample_generations: int = 10
-    response_length: int = 53
-    stop_token: str | None = None
-    stop_token_id: int | None = None
-    temperature: float = 0.7
-    missing_eos_penalty: float | None = None
     kl_coef: float = 0.05
-    cliprange: float = 0.2
     rloo_k: int = 2
-    whiten_rewards: bool = False
     normalize_reward: bool = False
     reward_clip_range: float = 10.0
     normalize_advantage: bool = False
     token_level_kl: bool = False
-    world_size: int | None = None
-    num_total_batches: int | None = None
-    micro_batch_size: int | None = None
-    local_batch_size: int | None = None
-    batch_size: int | None = None
-    local_mini_batch_size: int | None = None
-    mini_batch_size: int | None = None
-
-    # of 0.22 and later, to be refused by name
-    num_generations: int | None = None
-    max_completion_length: int | None = None
-    max_prompt_length: int | None = None
-    beta: float | None = None
-    num_iterations: int | None = None
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    reward_weights: list[float] | None = None
-    normalize_advantages: bool | None = None
-    steps_per_generation: int | None = None
-    generation_batch_size: int | None = None
-    mask_truncated_completions: bool | None = None
-    use_vllm: bool | None = None
 
 
 class RLOOTrainer(PPOTrainer):

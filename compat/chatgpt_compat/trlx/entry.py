@@ -60,20 +60,15 @@ def train(
         if key in given or (known is not None and key not in known):
             raise unknown('trlx: train.trainer_kwargs', key, (known or set()) - given.keys())
     trainer = trainer_class(**given, **kwargs)
-    _check_fits(trainer, name, online, rewards)
-    _add_data(trainer, online, samples, rewards, prompts, eval_prompts)
-    trainer.learn()
-    return trainer
-
-
-def _check_fits(trainer: Any, name: str, online: bool, rewards: Any) -> None:
-    """Raises ValueError if the config's trainer does not learn from the given data."""
     if online != hasattr(trainer, 'add_prompt_pipeline'):
         kind = 'a reward_fn' if online else 'samples'
         raise ValueError(f'trlx.train: {name} does not learn from {kind}; choose another config.train.trainer')
     if not online and (rewards is not None) != hasattr(trainer.config.method, 'two_qs'):
         kind = 'samples without rewards' if rewards is None else 'rewards'
         raise ValueError(f'trlx.train: {name} does not learn from {kind}; choose another config.train.trainer')
+    _add_data(trainer, online, samples, rewards, prompts, eval_prompts)
+    trainer.learn()
+    return trainer
 
 
 def _add_data(trainer: Any, online: bool, samples: Any, rewards: Any, prompts: Any, eval_prompts: Any) -> None:
