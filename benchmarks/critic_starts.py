@@ -44,6 +44,8 @@ GOAL = 0.65
 """a mean score of three phases: six tenths of the way from the player to the best one, as `critic.GOAL` is from random moves"""
 EPISODES, TRIAL_EPISODES, HELD_OUT = 2048, 1024, 2048
 LAMS = (0.95, 0.8, 0.5)
+STEPS = (1, 3, 6, 12)
+"""phases of the actor whose explained variance the page shows"""
 PHASES = {8: 8, 32: 4, 128: 2}
 """recorded phases -> passes over them"""
 KINDS: dict[str, dict[str, Any]] = {
@@ -231,26 +233,23 @@ def compare(results: harness.Results) -> None:
 
 def page(results: harness.Results) -> None:
     found = {key: [r for r in results.values() if r.get('kind') == key and r['seed'] in SEEDS] for key in KINDS}
-    new = found['new']
+    found = {kind: own for kind, own in found.items() if len(own) == len(SEEDS)}
+    until = {kind: [lake.until(r, GOAL) for r in own] for kind, own in found.items()}
+    scores = {kind: [on_the_way(r) for r in own] for kind, own in found.items()}
     rows = []
     for kind, own in found.items():
-        until, of_new = ([lake.until(r, GOAL) for r in each] for each in (own, new))
-        scores, scores_of_new = ([on_the_way(r) for r in each] for each in (own, new))
-        first = len(own) * [0] if not kind.startswith('warm-up') else len(own) * [lake.WARM['critic_warmup_phases']]
-        row = [kind, f'λ {own[0]["lam"]:g}, lr {own[0]["lr"]:g}', harness.mean_and_spread(until, '.0f')]
-        row += [
-            ''
-            if own is new
-            else harness.interval([1 - a / b for a, b in zip(until, of_new, strict=True)], len(own) * [0.0])
-        ]
-        row += [harness.mean_and_spread(scores), '' if own is new else harness.interval(scores, scores_of_new)]
-        for at in (0, 4, 8):
-            row.append(
-                f'{statistics.mean(lake.phases(r)[n + at]["explained_variance"] for r, n in zip(own, first)):.2f}'
-            )
+        waits = KINDS[kind].get('critic_warmup_phases', 0)
+        row = [kind, f'λ {own[0]["lam"]:g}, lr {own[0]["lr"]:g}', harness.mean_and_spread(until[kind], '.0f')]
+        shares = [1 - a / b for a, b in zip(until[kind], until['new'], strict=True)]
+        row += [harness.interval(shares, [0.0] * len(own)) if kind != 'new' else '']
+        row += [harness.mean_and_spread(scores[kind])]
+        row += [harness.interval(scores[kind], scores['new']) if kind != 'new' else '']
+        for step in STEPS:
+            explained = [lake.phases(r)[waits + step - 1]['explained_variance'] for r in own]
+            row.append(f'{statistics.mean(explained):.2f}')
         rows.append(row)
     head = ['critic', 'best trial', f'games to a mean score of {GOAL}', 'share saved', 'mean score of 1,024 games']
-    head += ['ahead of a new one by', *(f'explained variance, actor step {n}' for n in (1, 5, 9))]
+    head += ['ahead of a new one by', *(f'explained variance, phase {step} of the actor' for step in STEPS)]
     harness.write_page('critic.md', skilled=harness.markdown(head, rows), limits=limits_table(results))
 
 

@@ -154,8 +154,8 @@ def train(
         resume: 'auto' to resume from the newest checkpoint of `run_dir`, if there is one, or a checkpoint's folder.
         save_path: a new folder, to which the trained model and its tokenizer are written, as by
             `trainer.save_pretrained(save_path)`. A separate critic of PPO is written to `<run_dir>/critic`, or without
-            a `run_dir` to `<save_path>-critic`, which `critic_from` takes. Without a `run_dir`, the weights of a run that fails are written to
-            `<save_path>-cut-short`.
+            a `run_dir` to `<save_path>-critic`, which `critic_from` takes. Without a `run_dir`, the weights of a run
+            that fails are written to `<save_path>-cut-short`.
         push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, to which the trained model is uploaded at the
             end. The permission is checked before the run. If the upload fails, the model is in `save_path` or in a
             folder that the error names.
