@@ -41,7 +41,7 @@ from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import PromptEvaluation, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, Doctor
-from chatgpt.types import Prompt, Sequence
+from chatgpt.types import Prompt, Sample, Sequence
 
 SEEDS, EPISODES, TRAIN_BATCH, EPOCHS = (1, 2, 3, 4, 5), 64, 32, 2
 TURNS, NEW_TOKENS = 12, 16
@@ -72,12 +72,19 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 STARTS = {
     'own, new': {'critic': 'own'},
     'own, warm-up of 2 phases': {'critic': 'own', **WARM},
-    'own, saved': {'critic': 'own', 'saved': True},
+    'own, saved': {'saved': lambda task, seed: saved_critic(task, seed)},
 }
 """critics whose start is compared: the saved one has learned from 8 phases of the initial policy"""
 GOAL = 0.5
 """a mean score of three phases; the episodes until then are compared"""
 LAM = 0.95
+
+
+def moved(cell: int, move: str) -> int:
+    """Returns the cell after a move that does not go astray; the cell itself for what is no move."""
+    down, right = MOVES.get(move, (0, 0))
+    row, column = divmod(cell, SIDE)
+    return min(max(row + down, 0), SIDE - 1) * SIDE + min(max(column + right, 0), SIDE - 1)
 
 
 class Lake(Environment):
@@ -90,13 +97,10 @@ class Lake(Environment):
 
     def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.left -= 1
-        moves = list(MOVES)
         move = response.strip()
         if self.random.random() < SLIP:
-            move = self.random.choice(moves)
-        down, right = MOVES.get(move, (0, 0))
-        row, column = divmod(self.cell, SIDE)
-        self.cell = min(max(row + down, 0), SIDE - 1) * SIDE + min(max(column + right, 0), SIDE - 1)
+            move = self.random.choice(list(MOVES))
+        self.cell = moved(self.cell, move)
         found = LAKE[self.cell] == 'G'
         over = found or LAKE[self.cell] == 'o' or not self.left
         return f'c{self.cell}', float(found), over, False, {'success': found}
@@ -121,6 +125,8 @@ class Task:
     reward: Any = None
     blocks: int = 0
     """number of upper blocks that learn; 0: all"""
+    play: Any = None
+    """(actor, count, seed) -> samples"""
 
 
 # ---------------------------------------------------------------- the two tasks
@@ -138,14 +144,22 @@ def lake_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token='<pad>', eos_token='<end>')
 
 
-def imitated(seed: int, words: Any) -> Sequence:
-    """Returns an episode of random moves."""
+Player = Callable[[Lake, random.Random], str]
+"""chooses a move"""
+
+
+def at_random(game: Lake, draws: random.Random) -> str:
+    return draws.choice(list(MOVES))
+
+
+def imitated(seed: int, words: Any, player: Player) -> Sequence:
+    """Returns an episode of a player."""
     game, draws = Lake(), random.Random(f'player {seed}')
     prompt = words.encode(game.reset(seed))
     ids: list[int] = []
     mask: list[bool] = []
     for _ in range(TURNS):
-        move = draws.choice(list(MOVES))
+        move = player(game, draws)
         cell, _, over, _, _ = game.step(move)
         ids, mask = [*ids, *words.encode(move), words.eos_token_id], [*mask, True, True]
         if over:
@@ -154,7 +168,8 @@ def imitated(seed: int, words: Any) -> Sequence:
     return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids), response_mask=torch.tensor(mask))
 
 
-def lake_task() -> Task:
+def lake_task(player: Player = at_random) -> Task:
+    """player: whom the initial policy imitates."""
     words, limits = lake_tokenizer(), EnvironmentSettings(max_turns=TURNS, max_turn_tokens=2)
     config = harness.gpt2(len(words), 2, 64, 4, 48, eos_token_id=words.eos_token_id, initializer_range=0.1)
     sampling = SamplingParams(max_new_tokens=3 * TURNS, eos_token_ids=(words.eos_token_id,), pad_token_id=0)
@@ -165,7 +180,7 @@ def lake_task() -> Task:
 
         torch.manual_seed(seed)
         actor = Actor(GPT2LMHeadModel(config))
-        records = [imitated((seed << 32) + i, words) for i in range(32 * 60)]
+        records = [imitated((seed << 32) + i, words, player) for i in range(32 * 60)]
         adam = partial(torch.optim.AdamW, lr=3e-3)
         with NaiveStrategy(seed=seed, device='cpu') as strategy:
             trainer = harness.offline_trainer(
@@ -177,19 +192,23 @@ def lake_task() -> Task:
     def start(seed: int) -> Any:
         return deepcopy(taught(seed))
 
-    def score(trainer: Any) -> float:
-        """Returns the share of 256 new games in which the goal is reached, sampled at temperature 1."""
-        actor = trainer.strategy.unwrap(trainer.actor)
-        engine, numbers = EpisodeEngine(LocalEngine(), Lake, words, limits), range(256)
+    def play(actor: Actor, count: int, seed: int) -> list[Sample]:
+        """Returns games sampled at temperature 1."""
+        engine = EpisodeEngine(LocalEngine(), Lake, words, limits)
         engine.begin(actor)
-        prompts = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * len(numbers)
-        samples = engine.generate(Call.of(prompts, sampling, seed=1_000_000, indices=numbers))
+        prompts = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * count
+        samples = engine.generate(Call.of(prompts, sampling, seed=seed, indices=range(count)))
         engine.end()
         engine.close()
-        return statistics.mean(float(s.episode.success) for s in samples)
+        return samples
+
+    def score(trainer: Any) -> float:
+        """Returns the share of 256 new games in which the goal is reached."""
+        games = play(trainer.strategy.unwrap(trainer.actor), 256, 1_000_000)
+        return statistics.mean(float(s.episode.success) for s in games)
 
     settings = {'environment': Lake, 'environment_settings': limits, 'max_new_tokens': 3 * TURNS}
-    return Task(start, words, settings, score, (1e-3, 3e-3), 3e-3, 12.0, 24.0, 2048)
+    return Task(start, words, settings, score, (1e-3, 3e-3), 3e-3, 12.0, 24.0, 2048, play=play)
 
 
 def additions_task(start: str, prompts: Path, held_out: Path) -> Task:
@@ -246,11 +265,15 @@ class Course(Callback):
             trainer.request_stop()
 
 
-def train(task: Task, method: str, kind: str, lr: float, seed: int, cpu_s: float, episodes: int) -> dict[str, Any]:
-    """Makes one run and returns its phases and held-out scores."""
+def train(
+    task: Task, method: str, kind: str, lr: float, seed: int, cpu_s: float, episodes: int, **more: Any
+) -> dict[str, Any]:
+    """Makes one run and returns its phases and held-out scores. more: settings beside those of the kind."""
     torch.set_num_threads(1)
-    settings = {'advantage_estimator': 'gae' if method == 'ppo' else method} | (KINDS[method] | STARTS)[kind]
-    saved = saved_critic(task, seed) if settings.pop('saved', False) else None
+    settings = {'advantage_estimator': 'gae' if method == 'ppo' else method, 'lam': LAM}
+    settings |= (KINDS[method] | STARTS).get(kind, {}) | more
+    make = settings.pop('saved', None)
+    saved = make(task, seed) if make else None
     with_critic, adam = settings.pop('critic', None), partial(torch.optim.AdamW, weight_decay=0.0, eps=1e-5)
     model = task.start(seed)
     course = Course(task, cpu_s, episodes)
@@ -272,7 +295,6 @@ def train(task: Task, method: str, kind: str, lr: float, seed: int, cpu_s: float
             train_batch_size=TRAIN_BATCH,
             max_epochs=EPOCHS,
             kl_coef=0.0,
-            lam=LAM,
             **settings,
             **task.settings,
         )
@@ -403,11 +425,11 @@ def starts_table(records: list[dict[str, Any]]) -> str:
     return harness.markdown(head, rows)
 
 
-def until(record: dict[str, Any]) -> float:
+def until(record: dict[str, Any], goal: float = GOAL) -> float:
     """Returns the number of episodes after which the mean score of three phases first reaches the goal, or all."""
     rows = phases(record)
     for i in range(2, len(rows)):
-        if statistics.mean(row['score'] for row in rows[i - 2 : i + 1]) >= GOAL:
+        if statistics.mean(row['score'] for row in rows[i - 2 : i + 1]) >= goal:
             return float(rows[i]['episodes'])
     return float(rows[-1]['episodes'])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 import chatgpt
-from chatgpt.nn import AutoActor, GPTActor, ILQLModel, RewardModel
+from chatgpt.nn import AutoActor, Critic, GPTActor, ILQLModel, RewardModel
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import DPOConfig, DPOTrainer, ILQLTrainer, PPOTrainer, SFTConfig, SFTTrainer
 from chatgpt.trainer.callbacks import ProgressBar
@@ -117,6 +118,23 @@ def test_a_route_writes_its_model_with_the_tokenizer(tiny_folder, tmp_path, give
     assert AutoTokenizer.from_pretrained(place).get_vocab() == char_tokenizer().get_vocab()
     with pytest.raises(ValueError, match='is there already and would be overwritten; give a new folder'):
         chatgpt.train('no/such-model', save_path=place, **given)
+
+
+def test_the_critic_is_written_beside_the_actor_and_a_later_run_starts_from_it(tiny_folder, tmp_path):
+    given = {'reward_fn': lengths, 'prompts': ['a', 'b'], 'lr': 1e-3}
+    for run_dir, place in ((None, tmp_path / 'actor-critic'), (tmp_path / 'run', tmp_path / 'run' / 'critic')):
+        own = train(tiny_folder, save_path=tmp_path / 'actor', run_dir=run_dir, critic_lr=1e-2, **given).critic
+        saved = Critic.from_pretrained(place).state_dict()
+        assert all(torch.equal(value, own.state_dict()[name]) for name, value in saved.items())
+        again = train(tiny_folder, save_path=tmp_path / 'again', critic_lr=0.0, critic_from=place, **given).critic
+        assert all(torch.equal(value, again.state_dict()[name]) for name, value in saved.items())
+        for folder in ('actor', 'again', 'again-critic'):
+            shutil.rmtree(tmp_path / folder)
+        if run_dir is None:
+            with pytest.raises(ValueError, match='/actor.: .*/actor-critic is there already and would be'):
+                chatgpt.train('no/such-model', save_path=tmp_path / 'actor', **given)
+    train(tiny_folder, save_path=tmp_path / 'bare', advantage_estimator='rloo', num_samples_per_prompt=2, **given)
+    assert (tmp_path / 'bare').is_dir() and not (tmp_path / 'bare-critic').exists()
 
 
 def test_prompts_and_samples_from_files(tiny_folder, tmp_path):

@@ -79,6 +79,22 @@ def next_token_loss(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
+def positive_example_loss(logprobs: Tensor, correct: Tensor) -> Tensor:
+    """−log π(token) of the tokens of correct responses, 0 of others.
+
+    Source: VAPO, Yue et al. 2025, arXiv 2504.05118, section 4.3, "Positive Example LM Loss". Its objective is the sum
+    over the tokens of correct responses in a train batch, divided by their number.
+
+    Args:
+        logprobs: (N,), of the current policy.
+        correct: (N,) bool, True at the tokens of correct responses.
+
+    Returns:
+        (N,).
+    """
+    return torch.where(correct, next_token_loss(logprobs), 0.0)
+
+
 def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None) -> Tensor:
     """−log σ(chosen − rejected − margin), per pair.
 

@@ -25,8 +25,11 @@ MIB = 2**20
 
 
 def final_folder(run: Run, name: str) -> Path:
-    """Returns the folder of the trained model `name`: actor, reward_model or critic."""
+    """Returns the folder of the trained model `name`: actor, reward_model or critic. A critic beside an actor is in the
+    folder of the run, or without one in that of the actor, with '-critic' behind its name."""
     beside = name == 'critic' and run.trained != 'critic'
+    if beside and not run.save_path:
+        return Path(f'{run.model_path}-critic')
     return Path(run.save_path, name) if beside or not run.model_path else Path(run.model_path)
 
 

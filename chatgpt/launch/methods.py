@@ -163,6 +163,7 @@ METHODS: Registry[Recipe] = Registry(
             eps_clip_high=0.28,
             num_samples_per_prompt=16,
             kl_coef=0.0,
+            positive_coef=0.1,
         ),
         'dpo': _preference(
             'DPO, IPO, cDPO, robust and hinge: from preferences', f'{CONFIGS}:DPOConfig', f'{PAIRS}:DPOTrainer', 'dpo'

@@ -153,8 +153,9 @@ def train(
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
         resume: 'auto' to resume from the newest checkpoint of `run_dir`, if there is one, or a checkpoint's folder.
         save_path: a new folder, to which the trained model and its tokenizer are written, as by
-            `trainer.save_pretrained(save_path)`. Without a `run_dir`, the weights of a run that fails are written to
-            `<save_path>-cut-short`.
+            `trainer.save_pretrained(save_path)`. A separate critic of PPO is written to `<run_dir>/critic`, or without
+            a `run_dir` to `<save_path>-critic`, which `critic_from` takes. Without a `run_dir`, the weights of a run
+            that fails are written to `<save_path>-cut-short`.
         push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, to which the trained model is uploaded at the
             end. The permission is checked before the run. If the upload fails, the model is in `save_path` or in a
             folder that the error names.
@@ -243,11 +244,13 @@ def train(
 
 def _check_places(run_dir: Any, resume: Any, save_path: Any, push_to_hub: Any, hub_private: Any) -> None:
     """Raises ValueError for a folder of another run or model, and for an argument that needs another one."""
-    place = None if save_path is None else Path(save_path)
-    if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(
-            f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder'
-        )
+    written = [] if save_path is None else [str(save_path)] if run_dir else [str(save_path), f'{save_path}-critic']
+    for place in map(Path, written):
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            beside = f': {place}' if str(place) != written[0] else ''
+            raise ValueError(
+                f'train: save_path={written[0]!r}{beside} is there already and would be overwritten; give a new folder'
+            )
     if run_dir is not None and resume is None and (found := latest(Path(run_dir, 'checkpoints'))) is not None:
         raise ValueError(
             f'train: run_dir={str(run_dir)!r} holds checkpoints of an earlier run, up to {found.name}: go on with '

@@ -310,7 +310,7 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
         trainer.save_pretrained(path, card_samples=run.card_samples)
         if run.save_adapter:
             write_adapter(run, trainer, run.trained, 'adapter')
-        if by_name and run.trained != 'critic' and 'critic' in trainer.models():
+        if run.trained != 'critic' and 'critic' in trainer.models():
             write_critic(run, trainer)
         if run.need_optim_ckpt:
             for name, optimizer in trainer.optimizers().items():

@@ -155,6 +155,9 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
     """weight of the entropy bonus; above 0 keeps sampling diverse"""
     ptx_coef: float = 0.0
     """weight of the next-token loss on ptx_data (PPO-ptx, Ouyang et al. 2022), which limits forgetting; 0: none"""
+    positive_coef: float = 0.0
+    """weight of the next-token loss on correct responses, those with success in their environment or else a score of at
+    least 1; VAPO (arXiv 2504.05118) uses 0.1. 0: none"""
     ratio_threshold: float | None = 10.0
     """skip a train batch if its mean ratio exceeds this (TRL); none: never skip"""
     target_kl: float | None = None

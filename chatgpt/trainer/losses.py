@@ -18,6 +18,7 @@ from chatgpt.batching import collate, token_columns
 from chatgpt.functional.losses import (
     importance_weighted,
     next_token_loss,
+    positive_example_loss,
     sequence_log_ratio,
     truncated_importance_weights,
 )
@@ -43,7 +44,17 @@ def experience_totals(
     masks = [r.response_mask for r in records]
     rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
     count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
-    return {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
+    totals = {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
+    if config.positive_coef:
+        totals['correct'] = max(sum(int(r.response_mask.sum()) for r in records if is_correct(r)), 1)
+    return totals
+
+
+def is_correct(record: Experience) -> bool:
+    """Returns an episode's success, or whether the score is at least 1, that of a right answer in
+    `chatgpt.data.rewards`."""
+    success = record.episode.success if record.episode is not None else None
+    return record.score >= 1.0 if success is None else success
 
 
 def collate_experience(
@@ -63,6 +74,9 @@ def collate_experience(
     if records:
         mask = torch.cat([r.response_mask for r in records])
         columns = {name: torch.where(mask, column, 0.0) for name, column in columns.items()}
+    if 'correct' in totals:
+        counts = torch.tensor([r.num_actions for r in records], dtype=torch.int64)
+        columns['correct'] = torch.tensor([is_correct(r) for r in records], dtype=torch.bool).repeat_interleave(counts)
     index = torch.tensor([r.index for r in records], dtype=torch.int64)
     return collate(records, columns={**columns, 'index': index}, totals=totals, pack=packing)
 
@@ -74,7 +88,7 @@ def sequence_totals(records: SequenceOf[Sequence]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """Policy loss + KL in the loss − entropy_coef · entropy.
+    """Policy loss + KL in the loss − entropy_coef · entropy + positive_coef · loss on correct responses.
 
     Args:
         forward: (model, batch) -> `PolicyOutput` with entropy; the policy may be a restriction of the model (NLPO).
@@ -112,6 +126,11 @@ class ActorLoss:
                 penalty = importance_weighted(penalty, logprobs, old)
             total = total + self.kl_coef * (share(penalty) / divisor)
             metrics['kl_loss'] = Mean(masked_sum(penalty, mask), mask.sum())
+        if c.positive_coef:
+            correct = columns['correct']
+            positive = masked_sum(positive_example_loss(logprobs, correct), mask)
+            total = total + c.positive_coef * (positive / batch.totals['correct'])
+            metrics['positive_loss'] = Mean(positive.detach(), (mask & correct).sum())
         low = 1.0 if entry.clip == 'upper' else c.eps_clip  # no lower bound
         seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if entry.per_sequence:  # the clip acts on the ratio of the sequence

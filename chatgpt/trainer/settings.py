@@ -34,7 +34,7 @@ RANGES: dict[str, dict[str, str]] = {
         'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'lam_length': POSITIVE, 'value_lam': SHARE, 'tis_cap': NOT_NEGATIVE, 'dual_clip': '(1, inf)',
         'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
-        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
+        'ptx_coef': NOT_NEGATIVE, 'positive_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
         'critic_warmup_phases': NOT_NEGATIVE, 'critic_epochs': COUNT, 'critic_train_batch_size': COUNT,
     },
     'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},

@@ -15,7 +15,7 @@ import torch
 
 from chatgpt.functional import advantages as estimators
 from chatgpt.functional import losses, ppo
-from chatgpt.functional.masking import whiten
+from chatgpt.functional.masking import masked_sum, whiten
 
 Numbers = list[float]
 
@@ -299,6 +299,21 @@ def test_cispo():
 
     ours = losses.cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
     holds(ours.tolist(), slow, 'ratio upside down', 'no clip', 'a lower bound too', 'sign', 'no log-prob')
+
+
+def test_positive_example_loss():
+    correct = [True, True, False, False, False, True, True]
+
+    def slow(mistake: str = '') -> Numbers:
+        total = 0.0
+        for t in range(7):
+            if MASK[t] and correct[t] != (mistake == 'wrong responses') or mistake == 'all responses':
+                total += NEW[t] if mistake == 'sign' else -NEW[t]
+        return [total]
+
+    ours = losses.positive_example_loss(f64(NEW), torch.tensor(correct))
+    assert ours[[2, 3, 4]].tolist() == [0.0] * 3
+    holds([masked_sum(ours, torch.tensor(MASK)).item()], slow, 'wrong responses', 'all responses', 'sign')
 
 
 def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():

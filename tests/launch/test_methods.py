@@ -38,8 +38,8 @@ def test_the_presets_of_the_papers_and_what_overrides_them():
         )
         assert (run.method, run.save_path, run.kl_coef, run.critic_warmup_phases) == (name, f'outputs/{name}', 0.02, 9)
         assert (run.value_lam, run.gamma, run.eps_clip, run.aggregation) == (1.0, 1.0, 0.2, 'token')
-        found[name] = run.lam, run.lam_length, run.eps_clip_high, run.num_samples_per_prompt
-    assert found == {'vc-ppo': (0.95, None, None, 1), 'vapo': (0.95, 0.05, 0.28, 16)}
+        found[name] = run.lam, run.lam_length, run.eps_clip_high, run.num_samples_per_prompt, run.positive_coef
+    assert found == {'vc-ppo': (0.95, None, None, 1, 0.0), 'vapo': (0.95, 0.05, 0.28, 16, 0.1)}
     with pytest.raises(ValueError, match='lam_length=0.05 takes the place of lam=0.9'):
         parse_run(run_class('vapo'), description='', argv=['--lam=0.9'], method='vapo').validate()
 

@@ -21,7 +21,7 @@ from chatgpt.trainer.callbacks import ProgressBar
 from chatgpt.trainer.losses import ActorLoss, SharedLoss, ValueLoss, collate_experience, experience_totals
 from chatgpt.trainer.metrics import BatchStats, rollout_metrics
 from chatgpt.trainer.policy import Policy, policy_for
-from chatgpt.types import Experience, Sequence
+from chatgpt.types import Episode, Experience, Sequence
 
 MAX_NEW = 7
 
@@ -55,7 +55,10 @@ def record(index: int, generator: torch.Generator) -> Experience:
     numbers = {'old_logprobs': old, 'logprobs': old + 0.5 * rand(), 'ref_logprobs': old + 0.3 * rand()}
     numbers |= {name: rand() for name in ('values', 'kl', 'rewards', 'advantages', 'returns')}
     numbers = {name: torch.where(mask, x, math.nan) for name, x in numbers.items()}  # no loss may read these
-    return experience(index, [3, 4 + index], ids, group=index // 2, response_mask=mask, **numbers)
+    successes = {4: True, 5: False}  # of an environment; it decides, and not the score
+    numbers['episode'] = Episode(turns=(), end='terminated', success=successes.get(index)) if index > 2 else None
+    score = [0.0, 1.0, 0.99, 2.0, 0.0, 1.0][index % 6]
+    return experience(index, [3, 4 + index], ids, score, group=index // 2, response_mask=mask, **numbers)
 
 
 def by_hand(
@@ -95,7 +98,12 @@ def by_hand(
         tokens, sequences = tokens + len(counted), sequences + 1
         total += of_sequence / len(counted) if mode == 'sequence' else of_sequence
     total /= {'token': tokens, 'sequence': sequences, 'sequence_sum': sequences * MAX_NEW}[mode]
-    return total - c.entropy_coef * bonus / tokens
+    right = [-logprobs[i][t] for i in CORRECT for t in range(len(logprobs[i])) if records[i].response_mask[t]]
+    return total - c.entropy_coef * bonus / tokens + c.positive_coef * sum(right) / len(right)
+
+
+CORRECT = (1, 3, 4)
+"""positions of `experiences` with success or a score of at least 1"""
 
 
 CHOICES = [
@@ -113,6 +121,8 @@ CHOICES = [
     {'kl_in': 'loss', 'kl_importance': True},
     {'kl_in': 'loss', 'kl_loss_kind': 'k1'},
     {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
+    {'positive_coef': 0.5},
+    {'positive_coef': 0.1, 'loss_aggregation': 'sequence', 'entropy_coef': 0.2},
     {'entropy_coef': 0.3, 'loss_aggregation': 'sequence', 'tis_cap': 0.9, 'kl_in': 'loss', 'dual_clip': 2.0},
 ]
 

@@ -199,7 +199,7 @@ class CriticConfig(CriticLossSettings, SupervisedConfig):
     train_batch_size: int = 8
     """responses of one optimizer step, over all ranks"""
     gamma: float = 1.0
-    """discount γ per token of the returns"""
+    """discount γ per token of the returns, which have λ = 1: recorded values are another critic's, or 0 without one"""
     returns_from: Literal['rewards', 'score'] = 'rewards'
     """rewards: returns are sums of the recorded rewards of tokens, with the KL penalty of their run; score: the shaped
     score alone, for a run without a KL in the reward"""
