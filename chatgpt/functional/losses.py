@@ -5,12 +5,13 @@ Losses are unreduced: one number per token (N,) or per sequence (B,); see `chatg
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chatgpt.functional.choices import OffPolicy
 from chatgpt.functional.masking import segment_mean, segment_sum
 from chatgpt.functional.ppo import clipped_surrogate, ratio_of
 
@@ -46,24 +47,49 @@ def gspo_policy_loss(
     return clipped_surrogate(log_ratio, advantages, eps_low, eps_high, dual_clip)
 
 
-def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2) -> Tensor:
-    """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token
-    keeps a gradient.
+def gspo_token_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    rows: Tensor,
+    num_sequences: int,
+    *,
+    eps_low: float = 3e-4,
+    eps_high: float | None = 4e-4,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """`gspo_policy_loss` with the ratio sg(s) · π / sg(π) of each token: of the same value as the sequence's ratio s, with
+    a gradient of the token's own log-prob alone, so advantages may differ within a response.
 
-    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5, without the optional lower bound of the
-    weight, which the paper's runs do not use either. Its objective is `aggregate` in mode 'token'.
+    Source: GSPO-token, Zheng et al. 2025, equations 13 to 17. With one advantage per sequence the mean over its tokens
+    has the gradient of `gspo_policy_loss`. Arguments and result are the same.
+    """
+    log_ratio = sequence_log_ratio(logprobs.detach(), old_logprobs, mask, rows, num_sequences)
+    return clipped_surrogate(log_ratio + logprobs - logprobs.detach(), advantages, eps_low, eps_high, dual_clip)
+
+
+def cispo_policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2, eps_low: float = 1.0
+) -> Tensor:
+    """−A · sg(clip(ρ, 1 − eps_low, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so
+    every token keeps a gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5; its runs have no lower bound. Its
+    objective is `aggregate` in mode 'token'.
 
     Args:
         logprobs: (N,) or any shape, of the current policy.
         old_logprobs: same shape, of the policy that collected; constants.
         advantages: same shape; constants.
+        eps_low: in [0, 1]; 1 is without a lower bound.
 
     Returns:
         same shape.
     """
-    if not eps_high >= 0:
-        raise ValueError(f'eps_high={eps_high!r} must not be negative')
-    return -advantages * ratio_of(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
+    if not eps_high >= 0 or not 0 <= eps_low <= 1:
+        raise ValueError(f'eps_high={eps_high!r} must not be negative, and eps_low={eps_low!r} must be in [0, 1]')
+    return -advantages * ratio_of(logprobs.detach() - old_logprobs).clamp(1 - eps_low, 1 + eps_high) * logprobs
 
 
 def sequence_log_ratio(
@@ -170,6 +196,53 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
     if not cap > 0:
         raise ValueError(f'cap={cap!r} must be positive')
     return ratio_of(logprobs - behaviour_logprobs).clamp_max(cap).detach()
+
+
+def importance_weights(
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    mask: Tensor,
+    rows: Tensor,
+    num_sequences: int,
+    correction: OffPolicy = 'token_truncate',
+    *,
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Tensor:
+    """Weights w = exp(logprobs − behaviour_logprobs) of the policy loss, without gradient, bounded to [low, high].
+
+        'token_...'      w of each token: a lower variance, biased, since the tokens before it are not weighted
+        'sequence_...'   the product of w over the tokens of the response that count, on each of them
+        '..._truncate'   clip(w, low, high)
+        '..._mask'       w where low <= w <= high, else 0, so that the token or response teaches nothing
+
+    With the proximal policy's log-probs, recomputed at the start of a phase, and those of the engine that generated,
+    the product with `clipped_policy_loss` is decoupled PPO: Hilton et al. 2021, "Batch size-invariance for policy
+    optimization"; AReaL, arXiv 2505.24298, equation 5. Token masks with both bounds are IcePop's, arXiv 2510.18855;
+    sequence masks with an upper one MIS, Liu, Li et al. 2025, "When speed kills stability"; 'token_truncate' with
+    low=0 is `truncated_importance_weights`.
+
+    Args:
+        logprobs, behaviour_logprobs: (N,).
+        mask: (N,) bool; only tokens that count enter a product.
+        rows: (N,) int64, the sequence of each token.
+        num_sequences: B.
+        low, high: 0 <= low < high.
+
+    Returns:
+        (N,).
+    """
+    if correction not in get_args(OffPolicy):
+        raise ValueError(f'correction {correction!r} is not known; choose one of {list(get_args(OffPolicy))}')
+    if not 0 <= low < high:
+        raise ValueError(f'low={low!r}, high={high!r} are not allowed; 0 <= low < high')
+    log_ratio = (logprobs - behaviour_logprobs).detach()
+    if correction.startswith('sequence'):
+        log_ratio = segment_sum(log_ratio, rows, num_sequences, mask=mask)[rows]
+    weights = ratio_of(log_ratio)
+    if correction.endswith('truncate'):
+        return weights.clamp(low, high)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
 def sequence_logprobs(

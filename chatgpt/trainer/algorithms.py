@@ -166,13 +166,26 @@ def clip_high(settings: Any) -> float:
     return settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
 
 
+@dataclass(frozen=True, kw_only=True)
+class CISPO:
+    """Settings of policy_loss='cispo'."""
+
+    eps_low: float = 1.0
+    """the weight is at least 1 − eps_low; 1: no lower bound"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eps_low <= 1:
+            raise ValueError(f'loss_settings: eps_low={self.eps_low!r} must be in [0, 1]')
+
+
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     'policy_loss',
     PolicyLoss,
     {
         'ppo': PolicyLoss(fn=_late('ppo')),
         'gspo': PolicyLoss(fn=_late('gspo'), per_sequence=True, aggregation='sequence'),
-        'cispo': PolicyLoss(fn=_late('cispo'), clip='upper', aggregation='token'),
+        'gspo_token': PolicyLoss(fn=_late('gspo_token'), per_sequence=True, aggregation='sequence'),
+        'cispo': PolicyLoss(fn=_late('cispo'), clip='upper', aggregation='token', settings=CISPO),
         'reinforce': PolicyLoss(fn=_late('reinforce'), clip='none'),
     },
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from chatgpt.functional.choices import Aggregation, KLKind
+from chatgpt.functional.choices import Aggregation, KLKind, OffPolicy
 from chatgpt.rules import check
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.experience.shaping import ScoreScaling
@@ -116,8 +116,9 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
 
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
-    """ppo clips each token's ratio, gspo one ratio per sequence (Zheng et al. 2025), cispo the weight of −A log π
-    (arXiv 2506.13585), reinforce has no ratio; module:name is a `PolicyLoss` of your own"""
+    """ppo clips each token's ratio, gspo one ratio per sequence (Zheng et al. 2025), gspo_token the same for advantages
+    that differ within a response, cispo the weight of −A log π (arXiv 2506.13585), reinforce has no ratio; module:name
+    is a `PolicyLoss` of your own"""
     loss_settings: dict[str, float] | None = None
     """settings of the policy loss itself, by name, if it has any (`PolicyLoss.settings`)"""
     loss_aggregation: Aggregation | None = None
@@ -128,6 +129,11 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
     """weight each token by min(π_old / π_engine, cap), to correct for an engine with different log-probs (Yao et al.
     2025) or older weights (`max_staleness`). none: 2 with vLLM and with `max_staleness`, otherwise no weight; 0: no
     weight"""
+    tis_floor: float = 0.0
+    """lowest weight, below `tis_cap`; IcePop (arXiv 2510.18855) masks outside of 0.5 and 5"""
+    off_policy: OffPolicy = 'token_truncate'
+    """how `tis_cap` and `tis_floor` bound the weight: of each token, or one product per sequence; weights outside are
+    moved to the bound (truncate), or to 0, so that what they weigh teaches nothing (mask)"""
     dual_clip: float | None = None
     """bound of the loss of negative advantages, as a multiple of the advantage, above 1 (Ye et al. 2020); none: no
     bound"""

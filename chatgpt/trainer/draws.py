@@ -286,6 +286,7 @@ _ARRAYS = {
     'filtered_logprobs': np.float32,
     'edge_distances': np.float32,
     'masks': np.bool_,
+    'versions': np.int64,
 }
 
 
@@ -293,15 +294,19 @@ def _record(packed: PackedSamples) -> dict[str, Any]:
     """Returns samples as arrays, None where there are none, and lists of JSON."""
     episodes = [e._asdict() | {'episode': asdict(e.episode)} for e in packed.episodes or ()]
     arrays = {name: getattr(packed, name) for name in _ARRAYS}
-    return arrays | {'reasons': list(packed.reasons), 'episodes': episodes}
+    return arrays | {'version': packed.version, 'reasons': list(packed.reasons), 'episodes': episodes}
 
 
 def _joined(shares: SequenceOf[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the records of all ranks as one, with tensors."""
     joined: dict[str, Any] = {n: [x for share in shares for x in share[n]] for n in ('reasons', 'episodes')}
     for name, dtype in _ARRAYS.items():
-        if any(share[name] is not None for share in shares):  # a share without masks has only ones
-            arrays = [np.ones(len(s['ids']), dtype) if s[name] is None else s[name] for s in shares]
+        if any(share[name] is not None for share in shares):  # without masks all are True, without versions the same
+            missing = [True if name == 'masks' else s['version'] for s in shares]
+            arrays = [
+                np.full(len(s['ids']), m, dtype) if s[name] is None else s[name]
+                for s, m in zip(shares, missing, strict=True)
+            ]
             joined[name] = torch.from_numpy(np.concatenate(arrays))
     return joined
 

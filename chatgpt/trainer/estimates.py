@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chatgpt.functional import advantages as estimators
 from chatgpt.functional import ppo as maths
-from chatgpt.functional.losses import cispo_policy_loss, gspo_policy_loss
+from chatgpt.functional.losses import cispo_policy_loss, gspo_policy_loss, gspo_token_policy_loss
 from chatgpt.functional.masking import whiten
 from chatgpt.trainer.algorithms import Estimates, PolicyInputs, clip_high
 from chatgpt.trainer.config import PPOConfig
@@ -137,8 +137,13 @@ def gspo(x: PolicyInputs, s: PPOConfig) -> Tensor:
     return gspo_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
 
 
+def gspo_token(x: PolicyInputs, s: PPOConfig) -> Tensor:
+    return gspo_token_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
+
+
 def cispo(x: PolicyInputs, s: PPOConfig) -> Tensor:
-    return cispo_policy_loss(x.logprobs, x.old_logprobs, x.advantages, eps_high=clip_high(s))
+    own = s.of_loss
+    return cispo_policy_loss(x.logprobs, x.old_logprobs, x.advantages, eps_high=clip_high(s), eps_low=own.eps_low)
 
 
 def reinforce(x: PolicyInputs, s: PPOConfig) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from chatgpt.batching import collate, token_columns
 from chatgpt.functional.losses import (
     importance_weighted,
+    importance_weights,
     next_token_loss,
     positive_example_loss,
     sequence_log_ratio,
-    truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_sum
 from chatgpt.functional.ppo import aggregate, aggregation_count, clipped_value_loss, kl_penalty, policy_stats
@@ -110,9 +110,12 @@ class ActorLoss:
         metrics: dict[str, Mean | Highest | Lowest] = {}
         losses = entry.fn(PolicyInputs(logprobs, old, columns['advantages'], mask, rows, num_sequences), c)
         if c.tis_cap:
-            weights = truncated_importance_weights(old, columns['logprobs'], c.tis_cap)
+            behaviour, bounds = columns['logprobs'], {'low': c.tis_floor, 'high': c.tis_cap}
+            weights = importance_weights(old, behaviour, mask, rows, num_sequences, c.off_policy, **bounds)
             losses = losses * weights
             metrics['tis_weight'] = Mean(masked_sum(weights, mask), mask.sum())
+            outside = (weights <= c.tis_floor) | (weights >= c.tis_cap)  # a masked weight is 0
+            metrics['tis_outside_fraction'] = Mean(masked_sum(outside.float(), mask), mask.sum())
         bonus, tokens, divisor = masked_sum(entropy, mask), batch.totals['tokens'], batch.totals['policy']
 
         def share(per_token: Tensor) -> Tensor:

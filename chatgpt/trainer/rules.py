@@ -111,6 +111,15 @@ PPO_RULES = [
         lambda s: s.tis_cap and s.recompute_logprobs is False,
         "tis_cap compares the engine's log-probs with recomputed ones: recompute_logprobs=False does not fit it",
     ),
+    *changed(
+        ('off_policy', 'tis_floor'),
+        lambda s: not s.tis_cap,
+        '{name}={value!r} bounds the weights of tis_cap: give tis_cap, such as 2',
+    ),
+    Rule(
+        lambda s: s.tis_cap and s.tis_floor >= s.tis_cap,
+        'tis_floor={s.tis_floor} must be below tis_cap={s.tis_cap}',
+    ),
     Rule(
         lambda s: s.max_staleness and (s.tis_cap == 0 or s.recompute_logprobs is False),
         'max_staleness={s.max_staleness} learns from samples of older weights, which tis_cap weighs by recomputed '

@@ -31,7 +31,7 @@ RANGES: dict[str, dict[str, str]] = {
         'experience_batch_size': COUNT, 'num_samples_per_prompt': COUNT, 'buffer_limit': NOT_NEGATIVE, 'score_timeout_s': POSITIVE,
         'max_staleness': NOT_NEGATIVE, 'kl_coef': NOT_NEGATIVE, 'kl_target': POSITIVE, 'kl_horizon': POSITIVE, 'score_clip': POSITIVE,
         'missing_eos_score': '(-inf, inf)', 'failure_reward': '(-inf, inf)', 'overlong_buffer': COUNT, 'token_penalty': '(-inf, inf)',
-        'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'lam_length': POSITIVE, 'value_lam': SHARE, 'tis_cap': NOT_NEGATIVE, 'dual_clip': '(1, inf)',
+        'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'lam_length': POSITIVE, 'value_lam': SHARE, 'tis_cap': NOT_NEGATIVE, 'tis_floor': NOT_NEGATIVE, 'dual_clip': '(1, inf)',
         'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
         'ptx_coef': NOT_NEGATIVE, 'positive_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,

@@ -316,6 +316,49 @@ def test_positive_example_loss():
     holds([masked_sum(ours, torch.tensor(MASK)).item()], slow, 'wrong responses', 'all responses', 'sign')
 
 
+def test_cispo_with_a_lower_bound():
+    def slow(mistake: str = '') -> Numbers:
+        low = {'none': 0.0, 'of the upper': 0.72}.get(mistake, 0.9)
+        ratios = [math.exp(n - o) for n, o in zip(NEW, OLD, strict=True)]
+        return [-a * min(max(r, low), 1.28) * n for a, r, n in zip(ADVANTAGES, ratios, NEW, strict=True)]
+
+    ours = losses.cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28, eps_low=0.1)
+    holds(ours.tolist(), slow, 'none', 'of the upper')
+
+
+def test_gspo_token_has_the_sequences_ratio_and_each_tokens_own_gradient():
+    new, mask, rows = f64(NEW).requires_grad_(), torch.tensor(MASK), torch.tensor(ROWS)
+    losses_of = losses.gspo_token_policy_loss(new, f64(OLD), f64(ADVANTAGES), mask, rows, 3, eps_low=0.3, eps_high=0.6)
+    losses_of.sum().backward()
+    values, gradients = [], []
+    for t, row in enumerate(ROWS):
+        ratio = math.exp(mean([NEW[k] - OLD[k] for k in range(7) if ROWS[k] == row and MASK[k]]))
+        values.append(surrogate(ratio, ADVANTAGES[t], 0.3, 0.6))
+        clipped = ratio > 1.6 if ADVANTAGES[t] > 0 else ratio < 0.7
+        gradients.append(0.0 if clipped else -ADVANTAGES[t] * ratio)
+    assert losses_of.tolist() == pytest.approx(values, rel=1e-12)
+    assert new.grad.tolist() == pytest.approx(gradients, rel=1e-12)
+    # Negative control: where advantages differ within a response, the gradient of GSPO is another.
+    other = f64(NEW).requires_grad_()
+    losses.gspo_policy_loss(other, f64(OLD), f64(ADVANTAGES), mask, rows, 3, eps_low=0.3, eps_high=0.6).sum().backward()
+    assert other.grad.tolist() != pytest.approx(gradients, rel=1e-3)
+
+
+def test_gspo_token_is_gspo_for_one_advantage_per_sequence():
+    advantages, mask, rows, gradients = (
+        f64([1.5, 1.5, 1.5, -2.0, -2.0, 0.8, 0.8]),
+        torch.tensor(MASK),
+        torch.tensor(ROWS),
+        [],
+    )
+    for of in (losses.gspo_policy_loss, losses.gspo_token_policy_loss):
+        new = f64(NEW).requires_grad_()
+        loss = of(new, f64(OLD), advantages, mask, rows, 3, eps_low=0.9, eps_high=9.0)
+        ppo.aggregate(loss, mask, rows, 3, 'sequence', 3).backward()
+        gradients.append(new.grad.tolist())
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-12)
+
+
 def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():
     new = f64(NEW).requires_grad_()
     losses.cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
@@ -338,6 +381,55 @@ def test_truncated_importance_weights():
     ours = losses.truncated_importance_weights(f64(OLD).requires_grad_(), f64(NEW), cap=2.0)
     assert not ours.requires_grad
     holds(ours.tolist(), slow, 'engine over trainer', 'no cap', 'at least the cap')
+
+
+@pytest.mark.parametrize('kind', ['truncate', 'mask'])
+@pytest.mark.parametrize('level', ['token', 'sequence'])
+def test_importance_weights(level, kind):
+    low, high = 0.4, 1.9  # some of the ratios are below, some above, some between
+
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for t, row in enumerate(ROWS):
+            counted = [k for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')]
+            if (level == 'token') != (mistake == 'the other level'):
+                counted = [t]
+            sign = -1 if mistake == 'engine over trainer' else 1
+            ratio = math.exp(sign * sum(OLD[k] - NEW[k] for k in counted))
+            if mistake == 'mean for product':
+                ratio **= 1 / len(counted)
+            inside = low <= ratio <= high or mistake == 'no bounds' or (mistake == 'no floor' and ratio < low)
+            if (kind == 'mask') != (mistake == 'the other kind'):
+                out.append(ratio if inside else 0.0)
+            else:
+                out.append(ratio if inside else min(max(ratio, low), high))
+        return out
+
+    new = f64(OLD).requires_grad_()
+    where = torch.tensor(MASK), torch.tensor(ROWS), 3
+    ours = losses.importance_weights(new, f64(NEW), *where, f'{level}_{kind}', low=low, high=high)
+    assert not ours.requires_grad
+    mistakes = ['engine over trainer', 'the other level', 'the other kind', 'no bounds', 'no floor']
+    holds(ours.tolist(), slow, *mistakes, *(['masked tokens too', 'mean for product'] if level == 'sequence' else []))
+
+
+def test_decoupled_ppo_weighs_the_clipped_loss_of_the_proximal_policy_by_the_behaviour_policy():
+    behaviour = [-0.2, -1.8, -1.5, -0.9, -0.7, -0.5, -1.1]
+
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for new, proximal, old, a in zip(NEW, OLD, behaviour, ADVANTAGES, strict=True):
+            clipped = surrogate(
+                math.exp(new - (old if mistake == 'clipped at the behaviour' else proximal)), a, 0.2, 0.2
+            )
+            weight = math.exp(old - proximal if mistake == 'upside down' else proximal - old)
+            out.append(clipped if mistake == 'no weight' else clipped * (weight if weight <= 1.5 else 0.0))
+        return out
+
+    where = torch.tensor(MASK), torch.tensor(ROWS), 3
+    weights = losses.importance_weights(f64(OLD), f64(behaviour), *where, 'token_mask', high=1.5)
+    ours = weights * ppo.clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES))
+    holds(ours.tolist(), slow, 'clipped at the behaviour', 'upside down', 'no weight')
 
 
 def test_value_clip():

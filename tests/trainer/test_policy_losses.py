@@ -77,18 +77,23 @@ def by_hand(
         mean_ratio = math.exp(sum(logp[t] - old[t] for t in counted) / len(counted))
         of_sequence = 0.0
         for t in counted:
-            ratio = mean_ratio if c.policy_loss == 'gspo' else math.exp(logp[t] - old[t])
+            ratio = mean_ratio if c.policy_loss in ('gspo', 'gspo_token') else math.exp(logp[t] - old[t])
             if c.policy_loss == 'reinforce':
                 loss = -adv[t] * logp[t]
             elif c.policy_loss == 'cispo':
-                loss = -adv[t] * min(ratio, 1 + high) * logp[t]
+                loss = -adv[t] * max(min(ratio, 1 + high), 1 - c.of_loss.eps_low) * logp[t]
             else:
                 clipped = min(max(ratio, 1 - c.eps_clip), 1 + high)
                 loss = max(-adv[t] * ratio, -adv[t] * clipped)
                 if c.dual_clip is not None and adv[t] < 0:
                     loss = min(loss, -c.dual_clip * adv[t])
             if c.tis_cap is not None:
-                loss *= min(math.exp(old[t] - engine[t]), c.tis_cap)
+                over = counted if c.off_policy.startswith('sequence') else [t]
+                weight = math.exp(sum(old[k] - engine[k] for k in over))
+                if c.off_policy.endswith('mask'):
+                    loss *= weight if c.tis_floor <= weight <= c.tis_cap else 0.0
+                else:
+                    loss *= min(max(weight, c.tis_floor), c.tis_cap)
             if c.kl_in == 'loss':
                 d = logp[t] - ref[t]
                 weight = math.exp(logp[t] - old[t]) if c.kl_importance else 1.0
@@ -115,7 +120,12 @@ CHOICES = [
     {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02},
     {'policy_loss': 'reinforce'},
     {'tis_cap': 1.2},
+    {'tis_cap': 1.4, 'tis_floor': 0.8, 'off_policy': 'token_mask'},
+    {'tis_cap': 1.3, 'off_policy': 'sequence_truncate'},
+    {'tis_cap': 3.0, 'tis_floor': 0.6, 'off_policy': 'sequence_mask', 'loss_aggregation': 'sequence'},
+    {'policy_loss': 'gspo_token', 'eps_clip': 0.02, 'tis_cap': 1.1, 'tis_floor': 0.7},
     {'policy_loss': 'cispo'},
+    {'policy_loss': 'cispo', 'loss_settings': {'eps_low': 0.05}},
     {'policy_loss': 'cispo', 'eps_clip_high': 0.02, 'loss_aggregation': 'sequence', 'tis_cap': 0.9},
     {'kl_in': 'loss'},
     {'kl_in': 'loss', 'kl_importance': True},

@@ -31,6 +31,9 @@ APART = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 4, 'kl_coef': 
 BROKEN: list[dict[str, Any]] = [
     *({name: value} for name, value in {'lr_decay_steps': 7, 'lr_end_factor': 0.1}.items()),
     {'max_staleness': 1, 'tis_cap': 0.0},
+    {'off_policy': 'sequence_mask'},
+    {'tis_floor': 0.5},
+    {'tis_cap': 2.0, 'tis_floor': 2.0},
     *({'policy_loss': loss, 'dual_clip': 3.0} for loss in ('reinforce', 'cispo')),
     {'policy_loss': 'gspo', 'loss_aggregation': 'token'},
     {'kl_in': 'loss', 'kl_kind': 'full'},

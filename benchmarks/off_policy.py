@@ -1,0 +1,108 @@
+"""Randomwalks with old samples from an engine whose weights are noisy: what the corrections of docs/algorithms/off_policy.md
+keep of the synchronous result.
+
+    python benchmarks/off_policy.py --seeds 1 2 3 4 5
+    python benchmarks/off_policy.py --page
+
+GRPO from one model trained on the walks (`randomwalks.py`). The engine generates `STALENESS` phases ahead, from a copy of the
+policy whose matrices have Gaussian noise of `NOISE` times their standard deviation, drawn anew with every copy, and gives
+the log-probs of that copy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+import randomwalks
+import randomwalks_task as rw
+import torch
+
+from chatgpt.rollout import LocalEngine
+from chatgpt.rollout.engine import Abilities, EngineAround
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer.callbacks import Evaluator
+
+GRAPH, STALENESS, NOISE, PHASES, LR = 1000, 4, 0.1, 100, 1e-3
+CASES: dict[str, dict[str, Any]] = {
+    'synchronous': {},
+    'no correction': {},
+    'engine as old policy': {},
+    'token_truncate': {'tis_cap': 2.0},
+    'token_mask': {'tis_cap': 5.0, 'tis_floor': 0.5, 'off_policy': 'token_mask'},
+    'sequence_truncate': {'tis_cap': 2.0, 'off_policy': 'sequence_truncate'},
+    'sequence_mask': {'tis_cap': 3.0, 'off_policy': 'sequence_mask'},
+}
+
+
+class NoisyEngine(EngineAround):
+    """Draws when it is asked, from a noisy copy of the weights of the latest `begin`."""
+
+    def __init__(self, noise: float, seed: int) -> None:
+        super().__init__(LocalEngine())
+        self.abilities = Abilities(copies_weights=False, reproducible=True, exact_logprobs=False, answers_ahead=True)
+        self.noise, self.generator = noise, torch.Generator().manual_seed(seed)
+
+    def begin(self, actor: Any) -> None:
+        copy = deepcopy(actor)
+        with torch.no_grad():
+            for weight in copy.parameters():
+                if weight.dim() > 1:
+                    weight += self.noise * weight.std() * torch.randn(weight.shape, generator=self.generator)
+        super().begin(copy)
+
+    def submit(self, call: Any) -> list[Any]:
+        return self.generate(call)
+
+    def take(self, ticket: list[Any]) -> list[Any]:
+        return ticket
+
+    def cancel(self, ticket: list[Any]) -> None:
+        pass
+
+
+class Log:
+    """Keeps the metrics of every phase."""
+
+    def __init__(self) -> None:
+        self.phases: list[dict[str, float]] = []
+
+
+def run(
+    case: str, seed: int, cache: Path, phases: int = PHASES, noise: float = NOISE, **changes: Any
+) -> dict[str, Any]:
+    task, tokenizer = rw.make_task(GRAPH), rw.tokenizer()
+    actor, _ = randomwalks.sft_model(task, GRAPH, 1, cache)
+    curve = randomwalks.Curve(randomwalks.evaluation(task, tokenizer))
+    ahead: dict[str, Any] = (
+        {} if case == 'synchronous' else {'engine': NoisyEngine(noise, seed), 'max_staleness': STALENESS}
+    )
+    settings = randomwalks.ONLINE['grpo'] | {'kl_coef': 0.0, 'max_epochs': 1, 'lr': LR} | CASES[case] | changes
+    lr = settings.pop('lr')
+    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+        trainer = harness.ppo_trainer(
+            strategy,
+            actor,
+            None,
+            randomwalks.reward_of(task),
+            optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-5, weight_decay=0.0),
+            callbacks=[Evaluator(curve, phases // 5)],
+            tokenizer=tokenizer,
+            experience_batch_size=randomwalks.BATCH // 5,
+            train_batch_size=randomwalks.BATCH,
+            max_new_tokens=rw.MAX_LENGTH - 1,
+            **settings,
+            **ahead,
+        )
+        if case in ('no correction', 'engine as old policy'):  # refused by the settings
+            trainer.tis_cap = 0.0
+        if case == 'engine as old policy':
+            trainer.maker.settings = replace(trainer.maker.settings, recompute_logprobs=False)
+        _, spent = harness.timed(lambda: trainer.fit(task.starts, 1, phases, 1))
+    return {'case': case, 'seed': seed, 'optimality': [row['score_mean'] for row in curve.rows], 'lr': lr, **spent}
