@@ -23,7 +23,14 @@ from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import Role, add_lora, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions, rows_joined
+from chatgpt.nn.packing import (
+    check_batch_independence,
+    enable_packing,
+    flat_hidden,
+    of_all_actions,
+    own_actions,
+    rows_joined,
+)
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
