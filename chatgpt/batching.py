@@ -147,11 +147,11 @@ def _equal_states(sequences: SequenceOf[Sequence]) -> tuple[Tensor, Tensor] | No
 
 
 def packing_of(
-    lengths: SequenceOf[int], width: int, equal_states: tuple[Tensor, Tensor] | None = None
+    lengths: SequenceOf[int], width: int, equal_states: tuple[Tensor, Tensor] | None = None, *, always: bool = False
 ) -> Packing | None:
     """Returns the packing of rows with `lengths` real tokens, padded to `width`, and its `computed_index` and
-    `state_index`; None if no row has padding and every token is computed."""
-    if min(lengths) == width and equal_states is None:
+    `state_index`; None if no row has padding and every token is computed, unless `always`."""
+    if min(lengths) == width and equal_states is None and not always:
         return None
     computed, states = equal_states or (None, None)
     rows = [torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)]

@@ -213,6 +213,8 @@ class Packing:
     """(U,) int64 into T: the tokens that are computed; None: all of them"""
     state_index: Tensor | None = None
     """(T,) int64 into U: the state of each token; None with `computed_index`"""
+    group: Any = None
+    """the processes that hold equal parts of the computed tokens (`chatgpt.strategies.sequence_parallel`); None: one"""
 
     def to(self, device: torch.device | str) -> Packing:
         return self.changed(lambda tensor: tensor.to(device))

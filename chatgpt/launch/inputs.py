@@ -52,7 +52,8 @@ from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rules import check
 from chatgpt.strategies.ranks import check_world_size
-from chatgpt.strategies.rules import TENSOR_PARALLEL_RULES
+from chatgpt.strategies.rules import GROUP_RULES
+from chatgpt.strategies.sequence_parallel import check_sequences
 from chatgpt.strategies.tensor_parallel import check_model
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns
@@ -126,8 +127,9 @@ def ranks_of(run: Run) -> int:
     processes = world_size_from_env()
     if run.plan:  # a plan may be for more processes than were started
         return processes
-    check(run, TENSOR_PARALLEL_RULES)
-    return check_world_size(processes, run.tensor_parallel)
+    check(run, GROUP_RULES)
+    ranks = check_world_size(processes, run.tensor_parallel)
+    return check_world_size(ranks, run.sequence_parallel, 'sequence_parallel')
 
 
 def check_run(run: Run, world_size: int) -> None:
@@ -202,11 +204,11 @@ def check_run_apart(run: Run, config: Any) -> None:
 
 
 def check_parts(run: Run, config: Any, make: Any) -> None:
-    """Raises ValueError if tensor_parallel cannot split a model of this config. `make`: its class."""
-    if run.tensor_parallel == 1 or run.trust_remote_code:  # remote code is not built on the meta device
-        return
-    with torch.device('meta'):
-        check_model(make(config=copy.deepcopy(config)), run.tensor_parallel)
+    """Raises ValueError if processes cannot compute a model of this config together. `make`: its class."""
+    for check_parts_of, parts in ((check_model, run.tensor_parallel), (check_sequences, run.sequence_parallel)):
+        if parts > 1 and not run.trust_remote_code:  # remote code is not built on the meta device
+            with torch.device('meta'):
+                check_parts_of(make(config=copy.deepcopy(config)), parts)
 
 
 def within_context(name: str, given: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:

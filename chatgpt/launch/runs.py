@@ -68,6 +68,9 @@ class StrategySettings(Settings):
     tensor_parallel: int = 1
     """number of processes that split each layer and act as one rank; needs strategy fsdp. For layers too large for one
     device (docs/strategies.md)"""
+    sequence_parallel: int = 1
+    """number of processes that split each sequence and act as one rank; needs strategy fsdp. For sequences too long for
+    one device (docs/strategies.md)"""
     deterministic: bool = False
     """use only deterministic algorithms of torch, so that a run repeats to the bit on a GPU; slower there
     (docs/strategies.md)"""

@@ -87,7 +87,8 @@ def _batch(
             'batch is; give one'
         )
     known = {**before, **ours}
-    ranks = world_size_from_env() // max(known.get('tensor_parallel', 1), 1)  # a remainder is an error later
+    of_rank = max(known.get('tensor_parallel', 1), 1) * max(known.get('sequence_parallel', 1), 1)
+    ranks = world_size_from_env() // of_rank  # a remainder is an error later
     size = {'train_batch_size': theirs['batch_size'] * steps * max(ranks, 1)}
     if steps > 1:
         size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=known.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]

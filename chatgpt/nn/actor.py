@@ -8,7 +8,7 @@ are never allocated. Everything that needs gradients or sharded weights is insid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,14 @@ from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import Role, add_lora, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, rows_joined
+from chatgpt.nn.packing import (
+    check_batch_independence,
+    enable_packing,
+    flat_hidden,
+    of_all_actions,
+    own_actions,
+    rows_joined,
+)
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
@@ -131,24 +138,25 @@ class Actor(Role):
             values_only: values alone, with gradients of the value head and none of the trunk; `logprobs` is empty.
         """
         base = base_model(self.model)
+        own = own_actions(base, batch)
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and not values_only),
+            hydra.recorded_trunk(self) if with_reference else nullcontext() as record,
+        ):
+            states = flat_hidden(base, batch)[own.action_index]
         if values_only:
-            with torch.no_grad():
-                states = flat_hidden(base, batch)[batch.action_index]
             values, value_logits = head_outputs(self.value_head, states)
-            return PolicyOutput(values.new_zeros(0), values=values, value_logits=value_logits)
-        if not with_reference:
-            return self._output(
-                flat_hidden(base, batch)[batch.action_index], batch, temperature, with_entropy, with_logits
-            )
-        with hydra.recorded_trunk(self) as record:
-            states = flat_hidden(base, batch)[batch.action_index]
-        out = self._output(states, batch, temperature, with_entropy, with_logits)
-        branch: Any = self.ref_branch
-        with torch.no_grad():
-            frozen = rows_joined(base, branch(record), batch)[batch.action_index]
-            with hydra.reference_branch(self):  # its head, where that is not tied
-                reference = self._output(frozen, batch, temperature, False, with_logits, with_values=False)
-        return out._replace(reference=reference)
+            out = PolicyOutput(values.new_zeros(0), values=values, value_logits=value_logits)
+            return of_all_actions(base, out, batch)
+        out = self._output(states, own, temperature, with_entropy, with_logits)
+        if with_reference:
+            branch: Any = self.ref_branch
+            with torch.no_grad():
+                frozen = rows_joined(base, branch(record), batch)[own.action_index]
+                with hydra.reference_branch(self):  # its head, where that is not tied
+                    reference = self._output(frozen, own, temperature, False, with_logits, with_values=False)
+            out = out._replace(reference=reference)
+        return of_all_actions(base, out, batch)
 
     def _output(
         self,

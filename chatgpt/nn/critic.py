@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
-from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
+from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
 
@@ -67,7 +67,9 @@ class Critic(Role):
             with_logits: also return the outputs of the head, (N, K): (values, logits).
         """
         hidden = (causal_encoder_hidden if self._cut else flat_hidden)(self.model, batch)
-        values, logits = head_outputs(self.value_head, hidden[batch.action_index])
+        own = own_actions(self.model, batch)
+        found = head_outputs(self.value_head, hidden[own.action_index])
+        values, logits = of_all_actions(self.model, found, batch)
         return (values, logits) if with_logits else values
 
     @classmethod

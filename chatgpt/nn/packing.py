@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from chatgpt.batching import collate
+from chatgpt.batching import collate, packing_of
 from chatgpt.nn.layouts import encoder_decoder_hidden, layout_of, scatter_states, separate_inputs
 from chatgpt.nn.trunk import (
     accepts,
@@ -88,10 +88,44 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
 def _packing_for(model: nn.Module, batch: Batch) -> Packing | None:
     """Returns the packing with which `model` runs the batch, or None if it runs padded."""
     packing = batch.packing
+    if (group := sequence_group(model)) is not None:
+        if _drops(model):
+            raise ValueError(
+                f'sequence_parallel: {name_of(model.config)} learns with dropout, whose masks the parts of a sequence '
+                'would repeat; set its rates to 0, or leave sequence_parallel out'
+            )
+        rows, width = batch.input_ids.shape
+        whole = packing or packing_of([width] * rows, width, always=True).to(batch.input_ids.device)
+        return replace(whole, group=group)
     if packing is None or not packs(model) or packing.max_length > (window_of(model) or packing.max_length):
         return None
     # With dropout, equal prefixes have states of their own.
     return every_token(packing) if packing.state_index is not None and _drops(model) else packing
+
+
+def sequence_group(model: nn.Module) -> Any:
+    """Returns the processes that compute each packed row of a base model together, with equal parts of its tokens; None
+    if this process computes whole rows."""
+    return getattr(model, 'sequence_group', None)
+
+
+def own_actions(model: nn.Module, batch: Batch) -> Batch:
+    """Returns the batch with this process's equal part of `action_index` and `action_ids`: all of them without a
+    `sequence_group`."""
+    if (group := sequence_group(model)) is None:
+        return batch
+    own = group.own_index(batch.num_actions, batch.action_ids.device)
+    return replace(batch, action_index=batch.action_index[own], action_ids=batch.action_ids[own])
+
+
+def of_all_actions(model: nn.Module, numbers: Any, batch: Batch) -> Any:
+    """Returns the tensors of a tuple, nested or None, for all actions (N, ...), given those of `own_actions`."""
+    if (group := sequence_group(model)) is None or numbers is None:
+        return numbers
+    if isinstance(numbers, Tensor):
+        return group.gather(numbers, batch.num_actions) if len(numbers) else numbers
+    joined = (of_all_actions(model, part, batch) for part in numbers)
+    return type(numbers)(*joined) if hasattr(numbers, '_fields') else tuple(joined)
 
 
 def every_token(packing: Packing) -> Packing:
@@ -128,15 +162,24 @@ def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
     packing = _packing_for(model, batch)
     if packing is None:
         return hidden.flatten(0, 1)
-    states = hidden[0] if packing.state_index is None else _copied(hidden[0], packing.state_index)
+    states = hidden[0] if packing.group is None else packing.group.gather(hidden[0], _num_computed(packing))
+    if packing.state_index is not None:
+        states = _copied(states, packing.state_index)
     return states.new_zeros(batch.input_ids.numel(), states.shape[-1]).index_copy(0, packing.token_index, states)
 
 
+def _num_computed(packing: Packing) -> int:
+    return len(packing.token_index if packing.computed_index is None else packing.computed_index)
+
+
 def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
-    """Returns the last hidden states (1, U, D) of the computed tokens of a (B, S) batch, row after row."""
+    """Returns the last hidden states (1, U, D) of the computed tokens of a (B, S) batch, row after row; in a group those
+    of this process's part."""
     index = packing.token_index
     if packing.computed_index is not None:
         index = index[packing.computed_index]
+    if packing.group is not None:
+        index = index[packing.group.own_index(len(index), index.device)]
     ids, positions = input_ids.flatten()[index][None], position_ids.flatten()[index][None]
     return run_trunk(model, ids, position_ids=positions, attention_mask=_no_mask(ids.device), packing=packing)
 
@@ -174,7 +217,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention with transformers' interface: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
-    With a `packing`, B is 1 and S the number of computed tokens; causal within each sequence. With `whole_rows`, causal
+    With a `packing`, B is 1 and S the number of computed tokens, in a group those of this process; causal within each
+    sequence. With `whole_rows`, causal
     within each row. Neither reads the mask. If given, `attend(query, key, value, mask, scaling)` is called instead.
     """
     if attend is not None:
@@ -193,6 +237,13 @@ def packed_attention(
         )
     if whole_rows:
         attention_mask = None
+    if packing is not None and packing.group is not None:
+        # each process has all tokens of some heads while it attends
+        group, count = packing.group, _num_computed(packing)
+        parts = group.to_heads(query, key, value, count)
+        alone = replace(packing, group=None)
+        out, _ = packed_attention(module, *parts, attention_mask, dropout, scaling, packing=alone, **kwargs)
+        return group.to_tokens(out), None
     dtype = query.dtype
     widest = key.shape[2] if packing is None else packing.max_length
     if query.device.type == 'cpu' and dtype in (torch.float16, torch.bfloat16) and widest <= NARROW:

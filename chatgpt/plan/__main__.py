@@ -39,6 +39,8 @@ def parser() -> Parser:
     out.add_argument('--no_kl', action='store_true', help='no reference')
     parts = 'processes that hold each layer together, with strategy fsdp (default: 1)'
     out.add_argument('--tensor_parallel', type=int, default=1, metavar='N', help=parts)
+    parts = 'processes that hold a part of each sequence, with strategy fsdp (default: 1)'
+    out.add_argument('--sequence_parallel', type=int, default=1, metavar='N', help=parts)
     readers: dict[str, Any] = {'memory': memory, 'host_memory': memory, 'strategy': strategy_flag}
     readers |= {'critic_config': str, 'reward_config': str}
     add_settings(out, Setup, skip=NO_FLAGS, read=readers)
@@ -52,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     from chatgpt.plan.phases import make_plan
 
     try:
-        options = {'tensor_parallel': args.tensor_parallel} if args.tensor_parallel != 1 else {}
+        together = ('tensor_parallel', 'sequence_parallel')
+        options = {name: getattr(args, name) for name in together if getattr(args, name) != 1}
         setup = Setup.of(args, on_cuda=not args.cpu, kl=not args.no_kl, strategy_options=options)
         plan = make_plan(setup)
     except (ValueError, OSError) as error:

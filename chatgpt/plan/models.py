@@ -29,6 +29,7 @@ from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
 from chatgpt.strategies.copies import matmul_weights, narrow, stored_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
+from chatgpt.strategies.sequence_parallel import SequenceGroup, check_sequences, copies_of_keys
 from chatgpt.strategies.streaming import transformer_blocks
 from chatgpt.strategies.tensor_parallel import check_model, parallelize
 from chatgpt.strategies.tensor_ranks import TensorGroup
@@ -46,6 +47,9 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     parallelism one process's part of it."""
     model: Any = _build(kind, copy.deepcopy(config), setup, layers)
     keep_part(model, setup.tensor_parallel)
+    if setup.sequence_parallel > 1:
+        trunk: Any = check_sequences(model, setup.sequence_parallel)
+        trunk.sequence_group = FirstOfSequence(None, 0, setup.sequence_parallel)
     if setup.logprob_kernel != 'auto' and hasattr(model, 'logprob_kernel'):
         # Triton's kernels cannot be traced; like the fused one, liger's do not hold the logits of all rows.
         model.logprob_kernel = 'plain' if setup.logprob_kernel == 'plain' else 'fused'
@@ -171,6 +175,30 @@ class FirstOfGroup(TensorGroup):
     def joined(self, x: Tensor, width: int, dim: int = -1) -> Tensor:
         own = x.detach().contiguous()
         return torch.cat([torch.empty_like(own) for _ in range(self.size)], dim).narrow(dim, 0, width)
+
+
+class FirstOfSequence(FirstOfGroup, SequenceGroup):
+    """The same of a group whose processes share sequences."""
+
+    def exchanged(self, blocks: Tensor) -> Tensor:
+        return torch.empty_like(blocks)
+
+
+def exchanged_bytes(config: Any, setup: Setup) -> int:
+    """Returns the bytes that a process sends to the others of its rank while one trained model learns from one sequence
+    of full length: in each layer queries, keys, values and outputs, in each forward and backward, and the last hidden
+    states once in both."""
+    from chatgpt.nn.trunk import width_of
+
+    text, size = _text(config), setup.sequence_parallel
+    heads = text.num_attention_heads
+    keys = getattr(text, 'num_key_value_heads', None) or heads
+    width = getattr(text, 'head_dim', None) or text.hidden_size // heads
+    part = -(-(setup.max_prompt_tokens + setup.max_new_tokens) // size)
+    passes = 3 if setup.gradient_checkpointing else 2
+    in_layer = 2 * (heads + keys * copies_of_keys(heads, keys, size)) * width * (size - 1) // size
+    states = 2 * width_of(config) * (size - 1)
+    return setup.itemsize * part * (num_layers(config) * passes * in_layer + states)
 
 
 def keep_part(module: nn.Module, tensor_parallel: int) -> None:

@@ -59,6 +59,12 @@ class Plan:
         per_rank = max(sum(m.host.values()) for m in self.phases.values())
         return per_rank * self.setup.on_machine
 
+    @cached_property
+    def exchanged(self) -> int:
+        """The bytes that a process sends to the others of its rank for each sequence that a model learns from, under
+        sequence parallelism."""
+        return models.exchanged_bytes(read_config(self.setup.config), self.setup)
+
     @property
     def limit(self) -> str | None:
         """The exceeded limit: 'device memory', 'host memory' or None."""
@@ -97,13 +103,16 @@ class Plan:
     def verdict(self) -> str:
         """Returns one line: the memory needed, the memory available, and whether the run fits."""
         s = self.setup
+        of_rank = {'tensor parallel': s.tensor_parallel, 'sequence parallel': s.sequence_parallel}
+        together = ''.join(f' ({s.ranks} x {parts} {name})' for name, parts in of_rank.items() if parts > 1)
         need = (
-            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)}'
-            f'{f" ({s.ranks} x {s.tensor_parallel} tensor parallel)" if s.tensor_parallel > 1 else ""} needs '
+            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)}{together} needs '
             f'{show_bytes(self.peak)} per device'
         )
         need += f' (at its peak, {self.peak_phase})'
         need += f' and {show_bytes(self.host_peak)} of host memory per machine' if self.host_peak >= 2**20 else ''
+        if s.sequence_parallel > 1:
+            need += f'; it sends {show_bytes(self.exchanged)} per learned sequence to the others of its rank'
         have = (
             [f'{show_bytes(s.memory)} per device, of which {s.margin:.0%} are kept free']
             if s.memory is not None and s.on_cuda
@@ -259,7 +268,7 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
         packed = 4 * (actor.packable if multiplied is None else sum(wide))
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.ranks) * setup.num_samples_per_prompt
-    rows = min(share, setup.max_rows)
+    rows = min(-(-share // setup.sequence_parallel), setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is not fed back
     if setup.on_cuda:  # sizes are rounded so that calls share graphs: `chatgpt.rollout.local.fixed_step`
         capacity = -(-capacity // 256) * 256
@@ -276,7 +285,8 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
 def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
     """Returns `held` plus the memory of collecting with remote workers: whole weights, on the device if they fit, but
     with tensor parallelism in host memory; and the copy that is sent to the workers."""
-    options = {name: value for name, value in setup.strategy_options.items() if name != 'tensor_parallel'}
+    apart = ('tensor_parallel', 'sequence_parallel')
+    options = {name: value for name, value in setup.strategy_options.items() if name not in apart}
     alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
     size = models.measure(models.build('actor', config, alone))
     whole, strategy = alone.memory_model.full_itemsize(alone) * size.total, alone.memory_model

@@ -152,9 +152,10 @@ class Setup(Layout):
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
         check(self, MODEL_RULES)
-        if self.tensor_parallel > 1:
-            from chatgpt.strategies.ranks import check_world_size
+        from chatgpt.strategies.ranks import check_world_size
 
+        check_world_size(self.num_processes, self.sequence_parallel, 'sequence_parallel')
+        if self.tensor_parallel > 1:
             check_world_size(self.num_processes, self.tensor_parallel)
             if not self.memory_model.can_be_cut or self.stream_blocks:
                 raise ValueError(
@@ -179,9 +180,14 @@ class Setup(Layout):
         return int(self.strategy_options.get('tensor_parallel', 1))
 
     @property
+    def sequence_parallel(self) -> int:
+        """The number of processes that share each sequence: one rank."""
+        return int(self.strategy_options.get('sequence_parallel', 1))
+
+    @property
     def ranks(self) -> int:
         """The number of ranks that batches are split over."""
-        return self.num_processes // self.tensor_parallel
+        return self.num_processes // self.tensor_parallel // self.sequence_parallel
 
     @property
     def entry(self) -> StrategyEntry:

@@ -5,7 +5,8 @@ Every transformer block is gathered for its forward and backward and then freed;
 module. Modules are sharded in place, so all of their methods can be called, and optimizers get the sharded parameters.
 With `tensor_parallel` the mesh has two dimensions: each block's matrices are split over the processes of a group, and
 `fully_shard` shards the parts over ranks. With `replicas` it has two as well: weights are sharded within each group of
-neighbouring ranks, and the groups, usually machines, hold the same shards (HSDP).
+neighbouring ranks, and the groups, usually machines, hold the same shards (HSDP). With `sequence_parallel` weights are
+sharded over all processes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from chatgpt.strategies.pairs import Trained
 from chatgpt.strategies.precision import Precision
 from chatgpt.strategies.processes import ProcessGroupStrategy, ReduceDtype, check_reduce_dtype
 from chatgpt.strategies.ranks import check_world_size
+from chatgpt.strategies.sequence_parallel import SequenceRanks, check_sequences
 from chatgpt.strategies.shards import (
     NarrowReduceScatter,
     TreeReduceScatter,
@@ -60,7 +62,7 @@ from chatgpt.strategies.streaming import (
     whole_copy,
     with_parameters,
 )
-from chatgpt.strategies.sums import Sums, exact_norm, local_part
+from chatgpt.strategies.sums import exact_norm, local_part
 from chatgpt.strategies.tensor_parallel import CutReader, Parts, check_model, parallelize, sum_over_group
 from chatgpt.strategies.tensor_ranks import TensorRanks
 
@@ -75,6 +77,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         tensor_parallel: number of neighbouring processes that split each block's matrices and form one rank
             (`chatgpt.strategies.tensor_parallel`). Needs a model with a plan for it in transformers. Generation splits
             the weights in the same way.
+        sequence_parallel: number of neighbouring processes that compute each packed row together, a part of its tokens
+            each, and form one rank (`chatgpt.strategies.sequence_parallel`). For learning, scoring and values; the
+            responses of a rank are dealt to its processes.
         precision: dtype in which blocks are gathered and computed; shards of frozen matrices of blocks are stored in it
             (`Strategy._narrowable`). Other shards, gradients and optimizer states stay fp32.
         replicas: number of groups of ranks that hold the same shards.
@@ -103,6 +108,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         precision: Precision = 'auto',
         *,
         tensor_parallel: int = 1,
+        sequence_parallel: int = 1,
         replicas: int = 1,
         reduce_dtype: ReduceDtype = 'fp32',
         whole_gradients_gib: float = WHOLE_GRADIENTS_GIB,
@@ -118,8 +124,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         check_reduce_dtype(reduce_dtype, numerics)
         exact = numerics.get('reproducible') is not None
         given = {'cpu_offload': cpu_offload, 'stream_blocks': stream_blocks is True, 'reproducible': exact}
-        refused = {'tensor_parallel': given | {'replicas': replicas != 1}, 'replicas': {'reproducible': exact}}
-        for option, parts in (('tensor_parallel', tensor_parallel), ('replicas', replicas)):
+        given |= {'replicas': replicas != 1, 'sequence_parallel': sequence_parallel != 1}
+        apart = {'reproducible': exact}
+        refused = {'tensor_parallel': given, 'replicas': apart, 'sequence_parallel': apart}
+        for option, parts in zip(refused, (tensor_parallel, replicas, sequence_parallel), strict=True):
             if parts == 1:
                 continue
             for name in (name for name, value in refused[option].items() if value):
@@ -142,11 +150,13 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._mesh = init_device_mesh(
                 self.device.type, shape[replicas == 1 :], mesh_dim_names=names[replicas == 1 :]
             )
+            if sequence_parallel != 1:
+                check_world_size(shape[1], sequence_parallel, 'sequence_parallel')  # a group is within a replica
+                self.ranks: Any = SequenceRanks(self.ranks, sequence_parallel)
         else:
-            self._tensor = TensorRanks(self.ranks, tensor_parallel)
-            self.ranks: Any = self._tensor
-            self.sums = Sums(self.ranks)
+            self.ranks = self._tensor = TensorRanks(self.ranks, tensor_parallel)
             self._mesh = self._tensor.mesh['data']
+        self.sums = self.numerics.sums(self.ranks, ranks_below=self._reduces_each_round)
         # An exact run in 16 bits uses autocast with fp32 weights, as under the other strategies.
         self._policy = MixedPrecisionPolicy(
             param_dtype=None if self.numerics.precision == 'fp32' or self.sums.exact else self.numerics.dtype,
@@ -176,6 +186,9 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         states.refuse_shared(model, f'{type(self).__name__} shards weights')
         plan = check_model(model, self._tensor.tensor_parallel) if self._tensor is not None else {}
+        group = self.ranks.group if isinstance(self.ranks, SequenceRanks) else None
+        if group is not None:
+            check_sequences(model, group.size)
         if trained:
             self.disable_layer_drop(model)
         if self.activation_checkpointing and trained:
@@ -214,6 +227,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
             check_loaded_packing(model, self.device, in_fp32=self._policy.param_dtype is None)
             check_loaded_hydra(model, self.device)
+        if group is not None:
+            check_sequences(model, group.size).sequence_group = group  # type: ignore[assignment]
         for name, cut in sharded.parts.cuts.items():
             parameter: Any = model.get_parameter(name)
             parameter.whole_shape = cut.shape
@@ -363,8 +378,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             sum_over_group(gradients, self._tensor.group)
 
     @property
-    def _first_replica(self) -> bool:
-        return self.replicas == 1 or self.rank < self.world_size // self.replicas
+    def _has_own_shards(self) -> bool:
+        """False if another process counts and writes the same shards: of another replica, or in a tensor group."""
+        first_replica = self.replicas == 1 or self.rank < self.world_size // self.replicas
+        return first_replica and (self._tensor is None or self._tensor.leads)
 
     def _gradient_norm(self, parameters: list[Tensor]) -> float:
         if self.sums.exact:
@@ -373,8 +390,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
             local = local_part(parameter.grad) if parameter.grad is not None else None
-            # count replicas, in a tensor group or of shards, once
-            counts = self._first_replica and (self.ranks.leads or hasattr(parameter, 'whole_shape'))
+            counts = self._has_own_shards or hasattr(parameter, 'whole_shape')
             if counts and local is not None and local.numel():
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
@@ -418,7 +434,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                 cut = parts.cuts.get(name.rpartition('/')[0] if slots else name)
                 if cut is not None and parts.group is not None:
                     yield from cut.pieces(name, start, stop, local, parts.group)
-                elif stop > start and self.ranks.leads and self._first_replica:
+                elif stop > start and self._has_own_shards:
                     yield Piece(name, tuple(tensor.shape), start, stop, local)
             elif self.is_rank_0 and tensor.numel():
                 yield Piece.whole(name, tensor)

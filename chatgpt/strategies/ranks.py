@@ -23,8 +23,8 @@ T = TypeVar('T')
 class Ranks(ABC):
     """The ranks of a run as seen by one process: seven abstract members, and others built on them.
 
-    Each rank has its own share of the data. It is one process, or under tensor parallelism several processes that hold
-    a model together (`tensor_ranks.TensorRanks`).
+    Each rank has its own share of the data. It is one process, or several that hold a model together
+    (`tensor_ranks.TensorRanks`) or compute its sequences together (`sequence_parallel.SequenceRanks`).
     """
 
     @property
@@ -76,6 +76,15 @@ class Ranks(ABC):
     def from_leader(self, obj: T) -> T:
         """Returns the `obj` of this rank's first process on all of its processes. Collective within the rank."""
         return obj
+
+    def own_part(self, count: int) -> slice:
+        """Returns which of a rank's `count` items this process works on, where its processes have whole models."""
+        return slice(count)
+
+    def from_parts(self, items: list[T]) -> list[T]:
+        """Returns the items of all processes of this rank, each of which has its `own_part`. Collective within the
+        rank."""
+        return items
 
     def note_progress(self, where: str) -> None:
         """Records the current part of the run, for the message about a late rank. Does nothing on one process."""

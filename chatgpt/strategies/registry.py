@@ -51,7 +51,10 @@ class StrategyEntry:
 
     @property
     def takes_tensor_parallel(self) -> bool:
-        return 'tensor_parallel' in inspect.signature(self.load()).parameters and not self.options.get('cpu_offload')
+        return self.takes('tensor_parallel') and not self.options.get('cpu_offload')
+
+    def takes(self, option: str) -> bool:
+        return option in inspect.signature(self.load()).parameters
 
     def memory_model(self, **options: Any) -> MemoryModel:
         """Returns the strategy's memory model; `options` override those of the entry."""
@@ -101,7 +104,7 @@ STRATEGIES = StrategyRegistry(
         'colossalai_zero2_cpu': _colossalai(2, 'cpu'),
     },
 )
-STRATEGY_OPTIONS = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel')
+STRATEGY_OPTIONS = ('deterministic', 'reproducible', 'atoms', 'tensor_parallel', 'sequence_parallel')
 """Settings of a run that are passed to its strategy, beside seed, precision and timeout."""
 SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
 """Suggestions of advice on memory: SHARDED instead of whole copies, FRUGAL for the least device memory."""
@@ -124,6 +127,7 @@ def strategy_by_name(
     meta_init: bool = True,
     timeout_s: float = 1800.0,
     tensor_parallel: int = 1,
+    sequence_parallel: int = 1,
     **numerics: Any,
 ) -> Strategy:
     """Returns a new strategy by its registered name, or by `module:Class`.
@@ -132,6 +136,7 @@ def strategy_by_name(
         meta_init: build models on the meta device, so that no rank holds a whole model; ignored if not supported.
         timeout_s: a rank that keeps the others waiting for longer ends the run with an error that names it.
         tensor_parallel: number of processes that split each layer and form one rank (docs/strategies.md).
+        sequence_parallel: number of processes that split each sequence and form one rank.
         numerics: the other fields of `chatgpt.strategies.precision.Numerics`.
 
     Raises:
@@ -145,14 +150,15 @@ def strategy_by_name(
     taken = inspect.signature(cls).parameters
     if not {'seed', 'precision'} <= set(taken):
         raise ValueError(f'{cls.__name__} cannot be made by name: its constructor must take seed and precision')
-    if tensor_parallel != 1 and 'tensor_parallel' not in taken:
-        raise ValueError(f'tensor_parallel: {cls.__name__} takes no such option; use strategy fsdp, or leave it out')
+    together = {'tensor_parallel': tensor_parallel, 'sequence_parallel': sequence_parallel}
+    for option in (option for option, parts in together.items() if parts != 1 and option not in taken):
+        raise ValueError(f'{option}: {cls.__name__} takes no such option; use strategy fsdp, or leave it out')
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
         for option in ('deterministic', 'reproducible'):
             if numerics.get(option) and option not in taken:
                 raise ValueError(f'{option}: {cls.__name__} takes no such option; leave it out')
         numerics = {k: v for k, v in numerics.items() if k in taken}
-    further = {'meta_init': meta_init, 'timeout_s': timeout_s, 'tensor_parallel': tensor_parallel}
+    further = {'meta_init': meta_init, 'timeout_s': timeout_s, **together}
     given = {k: v for k, v in further.items() if k in taken}
     return cls(**{'seed': seed, 'precision': precision, **numerics, **given, **entry.options})
 

@@ -23,7 +23,7 @@ PRECISION_RULES = [
         '--strategy {s.strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with it',
     )
 ]
-TENSOR_PARALLEL_RULES = [
+GROUP_RULES = [
     Rule(
         lambda s: s.tensor_parallel > 1 and not _entry(s).takes_tensor_parallel,
         lambda s: f'tensor_parallel={s.tensor_parallel} needs strategy {SHARDED}, and it is {s.strategy}',
@@ -33,10 +33,25 @@ TENSOR_PARALLEL_RULES = [
         lambda s: s.tensor_parallel > 1,
         'tensor_parallel={s.tensor_parallel} does not go with {name}={value!r}: leave one of them out',
     ),
+    Rule(
+        lambda s: s.sequence_parallel > 1 and not _entry(s).takes('sequence_parallel'),
+        lambda s: f'sequence_parallel={s.sequence_parallel} needs strategy {SHARDED}, and it is {s.strategy}',
+    ),
+    Rule(
+        lambda s: s.sequence_parallel > 1 and s.tensor_parallel > 1,
+        'sequence_parallel={s.sequence_parallel} does not go with tensor_parallel={s.tensor_parallel}: leave one of '
+        'them out',
+    ),
+    *changed(
+        ('reproducible', 'compile_blocks', 'environment'),
+        lambda s: s.sequence_parallel > 1,
+        'sequence_parallel={s.sequence_parallel} does not go with {name}={value!r}: leave one of them out',
+    ),
 ]
+"""of ranks of several processes"""
 MODEL_RULES = [
     *PRECISION_RULES,
-    *TENSOR_PARALLEL_RULES,
+    *GROUP_RULES,
     *changed(
         (
             *('lora_alpha', 'lora_dropout', 'lora_target_modules', 'lora_train_bias', 'save_adapter', 'quantize'),

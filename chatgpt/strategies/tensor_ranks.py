@@ -11,7 +11,7 @@ Maxima and minima are over all processes, so that a flag that is set on any of t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,10 @@ class TensorRanks(Ranks):
         ValueError: if the number of processes is not a multiple of it.
     """
 
+    option: ClassVar[str] = 'tensor_parallel'
+
     def __init__(self, processes: ProcessGroup, tensor_parallel: int) -> None:
-        check_world_size(processes.world_size, tensor_parallel)
+        check_world_size(processes.world_size, tensor_parallel, self.option)
         self._processes, self.tensor_parallel = processes, tensor_parallel
         shape = (processes.world_size // tensor_parallel, tensor_parallel)
         self.mesh: DeviceMesh = init_device_mesh(processes.device.type, shape, mesh_dim_names=('data', 'tensor'))

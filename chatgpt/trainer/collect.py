@@ -137,11 +137,12 @@ class Collector:
             return self._finished(self._timed(call))
 
     def _timed(self, call: Call) -> list[Sample]:
-        with self.strategy.ranks.untimed():
+        ranks, together = self.strategy.ranks, self.engine.abilities.spans_ranks
+        with ranks.untimed():
             start = time.perf_counter()
-            samples = self.engine.generate(call)
+            samples = self.engine.generate(call if together else call.part(ranks.own_part(len(call.prompts))))
             self.generating_s += time.perf_counter() - start
-        return samples
+        return samples if together else ranks.from_parts(samples)
 
     def _finished(self, samples: list[Sample]) -> list[Sample]:
         """Returns samples with texts; where each process of a rank has an engine with a whole model, those of the

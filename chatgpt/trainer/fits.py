@@ -139,6 +139,6 @@ def check_one_process_per_rank(strategy: Strategy) -> None:
     """Raises ValueError if several processes compute a rank together: each would step an environment of its own."""
     if strategy.processes.world_size != strategy.world_size:
         raise ValueError(
-            'environment does not go with tensor_parallel: each of the processes that compute a rank together would '
-            'ask an environment of its own, and need not hear the same; leave one of them out'
+            'environment does not go with tensor_parallel or sequence_parallel: each of the processes that compute a '
+            'rank together would ask an environment of its own, and need not hear the same; leave one of them out'
         )

@@ -58,7 +58,7 @@ RANGES: dict[str, dict[str, str]] = {
     },
     'Run': {
         'lora_dropout': '[0, 1)', 'lora_rank': NOT_NEGATIVE, 'lora_alpha': POSITIVE, 'lr': NOT_NEGATIVE,
-        'weight_decay': NOT_NEGATIVE, 'tensor_parallel': COUNT, 'atoms': COUNT, 'rank_timeout_s': POSITIVE, 'keep_last': COUNT,
+        'weight_decay': NOT_NEGATIVE, 'tensor_parallel': COUNT, 'sequence_parallel': COUNT, 'atoms': COUNT, 'rank_timeout_s': POSITIVE, 'keep_last': COUNT,
         'checkpoint_interval': NOT_NEGATIVE, 'checkpoint_minutes': NOT_NEGATIVE, 'card_samples': NOT_NEGATIVE,
     },
     'DataRun': {'max_len': COUNT},

@@ -1,4 +1,4 @@
-"""Runs under tensor parallelism: two and four processes have the draws of one, and its losses and weights up to
+"""Runs under tensor and under sequence parallelism: two and four processes have the draws of one, and its losses and weights up to
 rounding; checkpoints move to other layouts and back; saved models are whole."""
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 LR = 1e-3
 STEP = 0.05 * LR
 TWO, FOUR = {'tensor_parallel': 2}, {'tensor_parallel': 2, 'meta_init': True}
+TOKENS_IN_TWO, TOKENS_IN_FOUR = {'sequence_parallel': 2}, {'sequence_parallel': 4, 'meta_init': True}
 
 
 def make_strategy(kind: str, options: dict[str, Any]) -> Any:
@@ -102,13 +103,15 @@ def naive(tmp_path_factory) -> dict[str, Any]:
     return {**ppo('NaiveStrategy', {}, folder=str(folder)), 'folder': folder}
 
 
-@pytest.mark.parametrize('world_size', [2, 4])
-def test_a_run_equals_that_of_one_process(world_size, naive, tmp_path):
-    ranks = run_distributed(ppo, world_size, 'FSDPStrategy', TWO if world_size == 2 else FOUR, 2, str(tmp_path))
+@pytest.mark.parametrize(
+    ('world_size', 'options', 'of_rank'), [(2, TWO, 2), (4, FOUR, 2), (4, TOKENS_IN_TWO, 2), (4, TOKENS_IN_FOUR, 4)]
+)
+def test_a_run_equals_that_of_one_process(world_size, options, of_rank, naive, tmp_path):
+    ranks = run_distributed(ppo, world_size, 'FSDPStrategy', options, 2, str(tmp_path))
     check_outcome(ranks[0], naive, STEP * 8)
-    assert [r['rank'] for r in ranks] == [(n // 2, n == 0, world_size // 2) for n in range(world_size)]
+    assert [r['rank'] for r in ranks] == [(n // of_rank, n == 0, world_size // of_rank) for n in range(world_size)]
     for r in ranks[1:]:
-        assert r['samples'] == ranks[r['rank'][0] * 2]['samples'] and r['metrics'] == ranks[0]['metrics']
+        assert r['samples'] == ranks[r['rank'][0] * of_rank]['samples'] and r['metrics'] == ranks[0]['metrics']
     assert max(r['own'] for r in ranks) < 1.03 * naive['own'] / world_size  # norms are whole on both of a rank
     for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / 'model').state_dict().items():
         assert torch.equal(weight, ranks[0]['weights']['actor'][f'model.{name}']), name
@@ -118,10 +121,11 @@ def resume_and_save(options: dict[str, Any], folder: str, resume: str) -> dict[s
     return ppo('FSDPStrategy', options, 2, folder, resume)
 
 
-def test_a_checkpoint_moves_between_layouts(naive, tmp_path):
+@pytest.mark.parametrize('together', [TWO, TOKENS_IN_TWO])
+def test_a_checkpoint_moves_between_layouts(together, naive, tmp_path):
     """One process → two of one rank → FSDP on two ranks → one process, without further learning."""
     first, second = tmp_path / 'tensor', tmp_path / 'data'
-    for options, folder, resume in ((TWO, first, naive['folder']), ({}, second, first)):
+    for options, folder, resume in ((together, first, naive['folder']), ({}, second, first)):
         (got, _) = run_distributed(resume_and_save, 2, options, str(folder), str(resume / 'checkpoint'))
         same(got, naive)
         assert got['samples'] == []
@@ -183,9 +187,10 @@ def learned(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_other_methods_learn_what_one_process_learns():
+@pytest.mark.parametrize('options', [TWO, TOKENS_IN_TWO])
+def test_other_methods_learn_what_one_process_learns(options):
     want = learned('NaiveStrategy', {})
-    ranks = run_distributed(learned, 2, 'FSDPStrategy', TWO)
+    ranks = run_distributed(learned, 2, 'FSDPStrategy', options)
     for found in (want, *ranks):  # policy and reference are equal, so accuracy depends on rounding
         del found['dpo'][0]['dpo/accuracy']
     for got in ranks:

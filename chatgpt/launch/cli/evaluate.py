@@ -95,9 +95,12 @@ RULES = [
         lambda s: s.input is not None and s.episodes is not None,
         '--episodes are of tasks without prompts: with a file of prompts there is one of each',
     ),
-    Rule(
-        lambda s: s.environment and s.tensor_parallel != 1,
-        '--environment does not go with --tensor_parallel: leave one of them out',
+    *(
+        Rule(
+            lambda s, name=name: s.environment and getattr(s, name) != 1,  # type: ignore[misc]
+            f'--environment does not go with --{name}: leave one of them out',
+        )
+        for name in ('tensor_parallel', 'sequence_parallel')
     ),
     Rule(lambda s: s.episodes is not None and s.episodes < 1, '--episodes {s.episodes} must be at least 1'),
     Rule(lambda s: s.temperature == 0, '--temperature 0 is what holds without it: leave it out'),
