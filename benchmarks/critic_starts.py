@@ -249,7 +249,7 @@ def page(results: harness.Results) -> None:
             row.append(f'{statistics.mean(explained):.2f}')
         rows.append(row)
     head = ['critic', 'best trial', f'games to a mean score of {GOAL}', 'share saved', 'mean score of 1,024 games']
-    head += ['ahead of a new one by', *(f'explained variance, phase {step} of the actor' for step in STEPS)]
+    head += ['ahead of a new one by', *(f'explained variance, actor phase {step}' for step in STEPS)]
     harness.write_page('critic.md', skilled=harness.markdown(head, rows), limits=limits_table(results))
 
 

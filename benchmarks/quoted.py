@@ -29,7 +29,17 @@ import harness
 from harness import RESULTS, ROOT
 
 CAPACITY = RESULTS / 'capacity' / 'cpu-512MiB.json'
-PAGES = ['critic', 'learning_vs_trl', 'one_card', 'one_hash', 'plan_real', 'preference', 'randomwalks', 'real_model']
+PAGES = [
+    'critic',
+    'critic_starts',
+    'learning_vs_trl',
+    'one_card',
+    'one_hash',
+    'plan_real',
+    'preference',
+    'randomwalks',
+    'real_model',
+]
 PAGES += ['seventy_b', 'stories', 'vs_peers', 'which_gpu']
 """scripts that write their page from their results with --page"""
 ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
