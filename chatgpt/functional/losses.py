@@ -59,8 +59,8 @@ def gspo_token_policy_loss(
     eps_high: float | None = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`gspo_policy_loss` with the ratio sg(s) · π / sg(π) of each token: of the same value as the sequence's ratio s, with
-    a gradient of the token's own log-prob alone, so advantages may differ within a response.
+    """`gspo_policy_loss` with the ratio sg(s) · π / sg(π) of each token: the value of the sequence's ratio s, the gradient
+    of the token's own log-prob alone, so advantages may differ within a response.
 
     Source: GSPO-token, Zheng et al. 2025, equations 13 to 17. With one advantage per sequence the mean over its tokens
     has the gradient of `gspo_policy_loss`. Arguments and result are the same.
