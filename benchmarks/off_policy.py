@@ -124,7 +124,8 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = harness.script_parser(__doc__, 'off_policy.md')
-    parser.add_argument('--cases', nargs='*', choices=CASES, default=['synchronous', 'no correction', 'token_truncate'])
+    cases = ['synchronous', 'no correction', 'sequence_truncate']
+    parser.add_argument('--cases', nargs='*', choices=CASES, default=cases)
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3, 4, 5])
     parser.add_argument(
         '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='folder of the SFT models'
