@@ -4,7 +4,7 @@
     python benchmarks/formulas.py --page
     python benchmarks/formulas.py --python trl_now=FOLDER/bin/python verl=FOLDER/bin/python
 
-What is compared is in `peers/formulas.py`, which runs in the peer's environment, with this library on its path.
+What is compared is in `peers/peer_formulas.py`, which runs in the peer's environment, with this library on its path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENVIRONMENTS = {'verl': ['verl==0.9.1'], 'openrlhf': ['openrlhf==0.11.2', '--no-
 
 def measure(name: str, python: Path) -> dict[str, Any]:
     env = harness.environment(harness.ROOT, HF_HUB_OFFLINE='1', OMP_NUM_THREADS='1')
-    script = harness.ROOT / 'benchmarks' / 'peers' / 'formulas.py'
+    script = harness.ROOT / 'benchmarks' / 'peers' / 'peer_formulas.py'
     done = subprocess.run([python, script, name], env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f'{name}: {done.stderr[-2000:]}')

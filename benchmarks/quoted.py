@@ -30,7 +30,7 @@ from harness import RESULTS, ROOT
 
 CAPACITY = RESULTS / 'capacity' / 'cpu-512MiB.json'
 PAGES = ['critic', 'learning_vs_trl', 'one_card', 'one_hash', 'plan_real', 'preference', 'randomwalks', 'real_model']
-PAGES += ['seventy_b', 'stories', 'vs_peers', 'which_gpu']
+PAGES += ['seventy_b', 'stories', 'vs_peers', 'which_gpu', 'formulas', 'off_policy']
 """scripts that write their page from their results with --page"""
 ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
 NUMBER = r'(?<![\d.])([-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?)(?!\d)'

@@ -1,6 +1,6 @@
 """Formulas of a peer and of this library on the same random numbers, in the peer's environment.
 
-    PYTHONPATH=. PEER/bin/python benchmarks/peers/formulas.py verl|openrlhf|trl_now
+    PYTHONPATH=. PEER/bin/python benchmarks/peers/peer_formulas.py verl|openrlhf|trl_now
 
 Prints one JSON object: the peer's version, and rows of [formula, the peer's function, largest difference]. A policy loss is
 compared with its gradient. Float64, 6 responses of up to 9 tokens in 3 groups; two have a tool's output inside.
