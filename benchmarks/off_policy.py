@@ -11,7 +11,6 @@ the log-probs of that copy.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,9 @@ from chatgpt.rollout.engine import Abilities, EngineAround
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer.callbacks import Evaluator
 
-GRAPH, STALENESS, NOISE, PHASES, LR = 1000, 4, 0.1, 100, 1e-3
+GRAPH, STALENESS, NOISE, PHASES, LR = 1000, 4, 0.05, 90, 4e-4
+SHARE = 0.95
+"""of the synchronous result that a correction shall reach"""
 CASES: dict[str, dict[str, Any]] = {
     'synchronous': {},
     'no correction': {},
@@ -47,14 +48,14 @@ class NoisyEngine(EngineAround):
     def __init__(self, noise: float, seed: int) -> None:
         super().__init__(LocalEngine())
         self.abilities = Abilities(copies_weights=False, reproducible=True, exact_logprobs=False, answers_ahead=True)
-        self.noise, self.generator = noise, torch.Generator().manual_seed(seed)
+        self.noise, self.source = noise, torch.Generator().manual_seed(seed)
 
     def begin(self, actor: Any) -> None:
         copy = deepcopy(actor)
         with torch.no_grad():
             for weight in copy.parameters():
                 if weight.dim() > 1:
-                    weight += self.noise * weight.std() * torch.randn(weight.shape, generator=self.generator)
+                    weight += self.noise * weight.std() * torch.randn(weight.shape, generator=self.source)
         super().begin(copy)
 
     def submit(self, call: Any) -> list[Any]:
@@ -65,13 +66,6 @@ class NoisyEngine(EngineAround):
 
     def cancel(self, ticket: list[Any]) -> None:
         pass
-
-
-class Log:
-    """Keeps the metrics of every phase."""
-
-    def __init__(self) -> None:
-        self.phases: list[dict[str, float]] = []
 
 
 def run(
@@ -92,7 +86,7 @@ def run(
             None,
             randomwalks.reward_of(task),
             optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-5, weight_decay=0.0),
-            callbacks=[Evaluator(curve, phases // 5)],
+            callbacks=[Evaluator(curve, phases // 2)],
             tokenizer=tokenizer,
             experience_batch_size=randomwalks.BATCH // 5,
             train_batch_size=randomwalks.BATCH,
@@ -105,4 +99,45 @@ def run(
         if case == 'engine as old policy':
             trainer.maker.settings = replace(trainer.maker.settings, recompute_logprobs=False)
         _, spent = harness.timed(lambda: trainer.fit(task.starts, 1, phases, 1))
-    return {'case': case, 'seed': seed, 'optimality': [row['score_mean'] for row in curve.rows], 'lr': lr, **spent}
+    return {
+        'case': case,
+        'seed': seed,
+        'optimality': [row['score_mean'] for row in curve.rows],
+        'lr': lr,
+        'phases': phases,
+        **spent,
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    last = {(r['case'], r['seed']): r['optimality'][-1] for r in runs}
+    seeds, rows = sorted({r['seed'] for r in runs}), []
+    for case in CASES:
+        found = [s for s in seeds if (case, s) in last]
+        if found:
+            reached = sum(last[case, s] >= SHARE * last['synchronous', s] for s in found)
+            settings = ', '.join(f'{k}={v}' for k, v in CASES[case].items())
+            numbers = [f'{last[case, s]:.3f}' if s in found else '' for s in seeds]
+            rows.append([case, settings, *numbers, f'{reached} of {len(found)}'])
+    return harness.markdown(['case', 'settings', *(f'seed {s}' for s in seeds), f'{SHARE:.0%} of synchronous'], rows)
+
+
+def main() -> None:
+    parser = harness.script_parser(__doc__, 'off_policy.md')
+    cases = ['synchronous', 'no correction', 'sequence_truncate']
+    parser.add_argument('--cases', nargs='*', choices=CASES, default=cases)
+    parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3, 4, 5])
+    parser.add_argument(
+        '--cache', type=Path, default=harness.ROOT / 'outputs' / 'randomwalks', help='folder of the SFT models'
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    results = harness.Results('off_policy.json')
+    for seed, case in product(args.seeds, args.cases):
+        results.measure(f'{case} {seed}', lambda c=case, s=seed: run(c, s, args.cache), lambda r: r['optimality'])
+    if args.page:
+        harness.write_page('off_policy.md', runs=table(list(results.values())))
+
+
+if __name__ == '__main__':
+    main()

@@ -122,6 +122,11 @@ class Sample(Sequence):
     """None without an environment"""
 
     @property
+    def token_versions(self) -> Tensor:
+        """The version of each token, (A,) int64."""
+        return torch.full_like(self.response_ids, self.version) if self.versions is None else self.versions
+
+    @property
     def called(self) -> str:
         """Its name in error messages: sample number and prompt."""
         of_evaluation, number = divmod(self.index, EVAL_INDEX)

@@ -59,10 +59,10 @@ def gspo_token_policy_loss(
     eps_high: float | None = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`gspo_policy_loss` with the ratio sg(s) · π / sg(π) of each token: of the same value as the sequence's ratio s, with
-    a gradient of the token's own log-prob alone, so advantages may differ within a response.
+    """`gspo_policy_loss` with the ratio sg(s) · π / sg(π) of each token: the value of the sequence's ratio s, and the
+    gradient of the token's own log-prob alone, so advantages may differ within a response.
 
-    Source: GSPO-token, Zheng et al. 2025, equations 13 to 17. With one advantage per sequence the mean over its tokens
+    Source: GSPO-token, Zheng et al. 2025, section 4.3. With one advantage per sequence the mean over its tokens
     has the gradient of `gspo_policy_loss`. Arguments and result are the same.
     """
     log_ratio = sequence_log_ratio(logprobs.detach(), old_logprobs, mask, rows, num_sequences)
@@ -218,7 +218,7 @@ def importance_weights(
 
     With the proximal policy's log-probs, recomputed at the start of a phase, and those of the engine that generated,
     the product with `clipped_policy_loss` is decoupled PPO: Hilton et al. 2021, "Batch size-invariance for policy
-    optimization"; AReaL, arXiv 2505.24298, equation 5. Token masks with both bounds are IcePop's, arXiv 2510.18855;
+    optimization"; AReaL, Fu et al. 2025, arXiv 2505.24298. Token masks with both bounds are IcePop's, arXiv 2510.18855;
     sequence masks with an upper one MIS, Liu, Li et al. 2025, "When speed kills stability"; 'token_truncate' with
     low=0 is `truncated_importance_weights`.
 

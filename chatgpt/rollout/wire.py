@@ -362,7 +362,6 @@ def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | 
         return torch.cat([getattr(s, name) for s in samples]).numpy()
 
     mixed = any(s.versions is not None for s in samples)
-    versions = [torch.full_like(s.response_ids, s.version) if s.versions is None else s.versions for s in samples]
     episodes = [
         PackedEpisode(s.prompt_ids.tolist(), s.prompt_text, s.response_text, s.episode, s.last_turn)
         for s in samples
@@ -370,7 +369,7 @@ def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | 
     ]
     return PackedSamples(
         masks=joined('response_mask') if episodes else None,
-        versions=torch.cat(versions).numpy() if mixed else None,
+        versions=joined('token_versions') if mixed else None,
         episodes=episodes or None,
         difference=difference,
         version=version,

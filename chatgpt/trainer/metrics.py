@@ -177,20 +177,26 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     )
 
 
-def mismatch_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
+def mismatch_metrics(experiences: SequenceOf[Experience], phase: int | None = None) -> dict[str, float]:
     """Returns `rollout/...`: how far the engine's log-probs are from those that the trainer recomputed, over the tokens
-    that count; {} without such tokens."""
+    that count; {} without such tokens. phase: of the trainer's weights; tokens of these and of older ones are then also
+    reported apart."""
     masks = [e.response_mask for e in experiences]
     old = torch.cat([e.old_logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
     engine = torch.cat([e.logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
     if not len(old):
         return {}
-    far = (old - engine).abs()
-    return {
+    far, kl = (old - engine).abs(), kl_penalty(engine, old, 'k3')
+    metrics = {
         'rollout/logprob_mismatch': float(far.mean()),
         'rollout/logprob_mismatch_max': float(far.max()),
-        'rollout/engine_kl': float(kl_penalty(engine, old, 'k3').mean()),
+        'rollout/engine_kl': float(kl.mean()),
     }
+    if phase is None:
+        return metrics
+    stale = torch.cat([e.token_versions[mask] for e, mask in zip(experiences, masks, strict=True)]) < phase
+    apart = {'rollout/mismatch_kl': ~stale, 'rollout/staleness_kl': stale}
+    return metrics | {name: float(kl[of].mean()) for name, of in apart.items() if bool(of.any())}
 
 
 def experience_metrics(

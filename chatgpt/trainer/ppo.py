@@ -353,7 +353,7 @@ class PPOTrainer(Stepwise):
         """Ends a learning phase, with `num_learned` tokens of all passes; returns its metrics."""
         metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
         if self.maker.settings.recompute_logprobs and not self.strategy.sums.exact:  # an engine promises no bits
-            metrics |= mismatch_metrics(experiences)
+            metrics |= mismatch_metrics(experiences, self.phase if self.config.max_staleness else None)
         if not self.actor_waits:
             self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         metrics |= self._kept_metrics | learned | {'ppo/num_updates': float(self.num_updates)}

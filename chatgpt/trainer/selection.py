@@ -74,7 +74,7 @@ class Selection:
             experiences = chosen
         self._leave_out_overlong(experiences)
         if c.max_staleness:
-            ages = [phase - (torch.tensor([e.version]) if e.versions is None else e.versions) for e in experiences]
+            ages = [phase - e.token_versions for e in experiences]
             self.metrics['rollout/staleness_mean'] = sum(float(age.double().mean()) for age in ages) / len(ages)
             self.metrics['rollout/staleness_max'] = float(max(int(age.max()) for age in ages))
         return experiences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from fake_trainer import experience
 from chatgpt.rollout.wire import pack_samples, unpack_samples
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.draws import _joined, _record, _share
+from chatgpt.trainer.metrics import mismatch_metrics
 from chatgpt.trainer.selection import Selection
 from chatgpt.types import Prompt
 
@@ -46,3 +48,20 @@ def test_staleness_is_of_tokens():
     ages = [2, (2 + 2 + 1) / 3]
     assert selection.metrics['rollout/staleness_mean'] == pytest.approx(sum(ages) / 2)
     assert selection.metrics['rollout/staleness_max'] == 2.0
+
+
+def test_mismatch_and_staleness_are_reported_apart():
+    old = [torch.tensor([-1.0, -1.5, -0.5]), torch.tensor([-2.0, -1.0, -1.2])]
+    engine = [torch.tensor([-1.2, -1.1, -0.4]), torch.tensor([-1.0, -1.3, -0.2])]
+    mask = torch.tensor([True, True, False])
+    records = [
+        experience(i, [1], [5, 6, 7], version=4, versions=v, old_logprobs=a, logprobs=b, response_mask=mask)
+        for i, (a, b, v) in enumerate(zip(old, engine, (None, torch.tensor([3, 4, 4])), strict=True))
+    ]
+    k3 = [math.exp(d) - 1 - d for d in (0.2, -0.4, -1.0, 0.3)]  # of the tokens that count; the third is old
+    found = mismatch_metrics(records, 4)
+    assert found['rollout/mismatch_kl'] == pytest.approx((k3[0] + k3[1] + k3[3]) / 3, rel=1e-6)
+    assert found['rollout/staleness_kl'] == pytest.approx(k3[2], rel=1e-6)
+    assert found['rollout/engine_kl'] == pytest.approx(sum(k3) / 4, rel=1e-6)
+    assert 'rollout/mismatch_kl' not in mismatch_metrics(records, 5)  # no token of the present weights
+    assert 'rollout/staleness_kl' not in mismatch_metrics(records)
