@@ -95,8 +95,9 @@ def _packing_for(model: nn.Module, batch: Batch) -> Packing | None:
                 'would repeat; set its rates to 0, or leave sequence_parallel out'
             )
         rows, width = batch.input_ids.shape
-        whole = packing or packing_of([width] * rows, width, always=True).to(batch.input_ids.device)
-        return replace(whole, group=group)
+        packing = packing or packing_of([width] * rows, width, always=True)
+        assert packing is not None
+        return replace(packing.to(batch.input_ids.device), group=group)
     if packing is None or not packs(model) or packing.max_length > (window_of(model) or packing.max_length):
         return None
     # With dropout, equal prefixes have states of their own.
@@ -173,8 +174,8 @@ def _num_computed(packing: Packing) -> int:
 
 
 def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
-    """Returns the last hidden states (1, U, D) of the computed tokens of a (B, S) batch, row after row; in a group those
-    of this process's part."""
+    """Returns the last hidden states (1, U, D) of the computed tokens of a (B, S) batch, row after row; in a group of
+    this process's part."""
     index = packing.token_index
     if packing.computed_index is not None:
         index = index[packing.computed_index]
@@ -240,10 +241,9 @@ def packed_attention(
     if packing is not None and packing.group is not None:
         # each process has all tokens of some heads while it attends
         group, count = packing.group, _num_computed(packing)
-        parts = group.to_heads(query, key, value, count)
-        alone = replace(packing, group=None)
-        out, _ = packed_attention(module, *parts, attention_mask, dropout, scaling, packing=alone, **kwargs)
-        return group.to_tokens(out), None
+        query, key, value = group.to_heads(query, key, value, count)
+        whole = {'dropout': dropout, 'scaling': scaling, 'packing': replace(packing, group=None), **kwargs}
+        return group.to_tokens(packed_attention(module, query, key, value, attention_mask, **whole)[0]), None
     dtype = query.dtype
     widest = key.shape[2] if packing is None else packing.max_length
     if query.device.type == 'cpu' and dtype in (torch.float16, torch.bfloat16) and widest <= NARROW:

@@ -127,20 +127,19 @@ def check_sequences(module: nn.Module, size: int) -> nn.Module:
         ValueError: for a model without the padding-free forward or with sliding windows, and if heads do not divide.
     """
     from chatgpt.nn.packing import packs, window_of
-    from chatgpt.nn.trunk import base_model, name_of, text_config
+    from chatgpt.nn.trunk import base_model, text_config
 
     model: Any = getattr(module, 'model', None)
-    trunk = base_model(model) if hasattr(model, 'config') else None
+    trunk: Any = base_model(model) if hasattr(model, 'config') else None
+    name = type(module if trunk is None else model).__name__
     if trunk is None or not packs(trunk):
-        name = type(module).__name__ if trunk is None else name_of(trunk.config)
         raise ValueError(
             f'sequence_parallel: {name} does not run without padding (chatgpt.nn.packing), and only packed rows are '
             'cut; leave sequence_parallel out'
         )
     if window_of(trunk) is not None:
         raise ValueError(
-            f'sequence_parallel: {name_of(trunk.config)} has sliding windows, in which longer sequences run padded; '
-            'leave sequence_parallel out'
+            f'sequence_parallel: {name} has sliding windows, and longer sequences run padded; leave it out'
         )
     heads = text_config(trunk.config).num_attention_heads
     copies_of_keys(heads, getattr(text_config(trunk.config), 'num_key_value_heads', None) or heads, size)

@@ -20,6 +20,7 @@ TRUNK = {'shared_trunk': True, 'lora_rank': 2}
 GEMINI = {'strategy': 'colossalai_gemini', 'precision': 'bf16'}
 OWN = 'file.py:Mine'
 FSDP = {'tensor_parallel': 2, 'strategy': 'fsdp'}
+SEQUENCES = {'sequence_parallel': 2, 'strategy': 'fsdp'}
 GAME = {'environment': 'games:countdown'}
 # settings of PPO that are refused on their own
 ALONE: dict[str, Any] = {'lora_alpha': 3.0, 'lora_dropout': 0.1, 'lora_target_modules': ['q'], 'lora_train_bias': 'all'}
@@ -32,6 +33,10 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     *(
         FSDP | given
         for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'num_layers_unfrozen': 1}, GAME)
+    ),
+    *(
+        SEQUENCES | given
+        for given in ({'reproducible': 'exact'}, {'compile_blocks': True}, {'tensor_parallel': 2}, GAME)
     ),
     *(TRUNK | given for given in ({'lora_train_bias': 'all'}, {'strategy': 'fsdp'}, {'critic': 'shared'})),
     *(TRUNK | given for given in ({'num_layers_unfrozen': 1}, {'offload': 'idle'}, {'engine': 'vllm'})),
@@ -57,6 +62,7 @@ PPO_TOGETHER: list[dict[str, Any]] = [
 OTHERS: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'strategy': 'colossalai_gemini', 'precision': 'fp32'}),
     (SFTRun, {'tensor_parallel': 2, 'strategy': 'ddp'}),
+    (SFTRun, {'sequence_parallel': 2, 'strategy': 'ddp'}),
     (RewardRun, {'logprob_kernel': 'fused'}),
     (SFTRun, {'logprob_kernel': 'fused'} | GEMINI),
     (SFTRun, {'hub_private': True}),

@@ -1,5 +1,5 @@
-"""Runs under tensor and under sequence parallelism: two and four processes have the draws of one, and its losses and weights up to
-rounding; checkpoints move to other layouts and back; saved models are whole."""
+"""Runs under tensor and under sequence parallelism: two and four processes have the draws of one, and its losses and
+weights up to rounding; checkpoints move to other layouts and back; saved models are whole."""
 
 from __future__ import annotations
 
