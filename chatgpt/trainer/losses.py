@@ -44,7 +44,7 @@ def experience_totals(
     masks = [r.response_mask for r in records]
     rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
     count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
-    totals = {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
+    totals: dict[str, float] = {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
     if config.positive_coef:
         totals['correct'] = max(sum(int(r.response_mask.sum()) for r in records if is_correct(r)), 1)
     return totals
