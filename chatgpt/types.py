@@ -109,7 +109,9 @@ class Sample(Sequence):
     finish_reason: FinishReason
     temperature: float = 1.0
     version: int = 0
-    """number of learning phases before the generation"""
+    """number of learning phases before the generation, of the first token"""
+    versions: Tensor | None = None
+    """(A,) int64, the same of each token; None if it is `version` for all"""
     prompt_text: str = ''
     last_turn: str = ''
     """`Prompt.last_turn`"""
