@@ -40,6 +40,8 @@ def joined_arrays(shares: SequenceOf[Mapping[str, Any]]) -> dict[str, Any]:
         if any(share[name] is not None for share in shares):  # a share without masks has only ones
             arrays = [np.ones(len(s['ids']), dtype) if s[name] is None else s[name] for s in shares]
             joined[name] = torch.from_numpy(np.concatenate(arrays))
+            if not len(joined[name]):  # a checkpoint has no empty tensors
+                del joined[name]
     return joined
 
 

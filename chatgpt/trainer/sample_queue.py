@@ -47,21 +47,23 @@ class Schedule:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Schedule:
         """Makes a schedule of the tensors of `state`."""
-        parts: list[list[tuple[int, int]]] = [[] for _ in state['versions']]
-        for request, index, start in state['parts'].tolist():
+        lists: Any = {name: tensor.tolist() for name, tensor in state.items()}
+        versions = lists.get('versions', [])
+        parts: list[list[tuple[int, int]]] = [[] for _ in versions]
+        for request, index, start in lists.get('parts', []):
             parts[request].append((index, start))
-        requests = list(zip(state['versions'].tolist(), map(tuple, parts), strict=True))
-        return cls(requests, [(version, group) for version, group in state['takes'].tolist()])
+        requests = list(zip(versions, map(tuple, parts), strict=True))
+        return cls(requests, [(version, group) for version, group in lists.get('takes', [])])
 
     def state(self) -> dict[str, Tensor]:
         """Returns int64 tensors of a checkpoint: `versions` (R,) of R requests, `parts` (M, 3) with request, index and
-        number of tokens before, `takes` (G, 2)."""
-        parts = [(at, *part) for at, (_, parts) in enumerate(self.requests) for part in parts]
-        return {
-            'versions': torch.tensor([version for version, _ in self.requests], dtype=torch.int64),
-            'parts': torch.tensor(parts, dtype=torch.int64).view(-1, 3),
-            'takes': torch.tensor(self.takes, dtype=torch.int64).view(-1, 2),
+        number of tokens before, `takes` (G, 2); without those that are empty."""
+        lists: Any = {
+            'versions': [version for version, _ in self.requests],
+            'parts': [(at, *part) for at, (_, parts) in enumerate(self.requests) for part in parts],
+            'takes': self.takes,
         }
+        return {name: torch.tensor(values, dtype=torch.int64) for name, values in lists.items() if values}
 
     def cut(self, version: int) -> None:
         """Removes everything from these weights on."""

@@ -396,6 +396,8 @@ class Stream(Draws):
     def _restore(self, record: Mapping[str, Any], start: int, stop: int) -> None:
         """Gives the tokens of a record's samples [start, stop) to their entries."""
         entries = [self.queue.entries[i] for i in indices_of(record)[start:stop]]
+        if not sum(record['lengths'][start:stop]):
+            return
         samples = samples_of(record, start, stop, [self._prompt(e) for e in entries], [e.group for e in entries])
         for entry, sample, reason in zip(entries, samples, record['reasons'][start:stop], strict=True):
             if sample.num_actions:
