@@ -171,7 +171,9 @@ def wall(workers: int, phases: int = 6) -> dict[str, float]:
         long = torch.rand(64, generator=generator) < 0.1
         # the room of a prompt is what it leaves of max_length: a long prompt has a short response
         prompts = [torch.full((40 if is_long else 364,), 5 + i, dtype=torch.int64) for i, is_long in enumerate(long)]
-        with RemoteEngine(RayWorkers(workers, resources={'CPU': 1}), chunk_size=32 // workers, slice_tokens=32) as engine:
+        with RemoteEngine(
+            RayWorkers(workers, resources={'CPU': 1}), chunk_size=32 // workers, slice_tokens=32
+        ) as engine:
             trainer = ppo_trainer(
                 strategy,
                 actor,

@@ -109,9 +109,10 @@ class Sample(Sequence):
     finish_reason: FinishReason
     temperature: float = 1.0
     version: int = 0
-    """number of learning phases before the generation, of the first token"""
+    """number of learning phases before the generation, of its first token"""
     versions: Tensor | None = None
-    """(A,) int64, the same of each token; None if it is `version` for all"""
+    """(A,) int64, the same for each token, where an engine took up new weights during the response; None: all tokens
+    are of `version`"""
     prompt_text: str = ''
     last_turn: str = ''
     """`Prompt.last_turn`"""

@@ -337,6 +337,8 @@ class PackedSamples:
     """(n,)"""
     masks: np.ndarray | None = None
     """(N,) bool, `Sample.response_mask`; None means all True"""
+    versions: np.ndarray | None = None
+    """(N,) int64, `Sample.versions`; None where no sample has them"""
     episodes: list[PackedEpisode] | None = None
     """(n,), with an environment; None otherwise"""
     difference: float | None = None
@@ -359,6 +361,8 @@ def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | 
     def joined(name: str) -> np.ndarray:
         return torch.cat([getattr(s, name) for s in samples]).numpy()
 
+    mixed = any(s.versions is not None for s in samples)
+    versions = [torch.full_like(s.response_ids, s.version) if s.versions is None else s.versions for s in samples]
     episodes = [
         PackedEpisode(s.prompt_ids.tolist(), s.prompt_text, s.response_text, s.episode, s.last_turn)
         for s in samples
@@ -366,6 +370,7 @@ def pack_samples(samples: SequenceOf[Sample], version: int, difference: float | 
     ]
     return PackedSamples(
         masks=joined('response_mask') if episodes else None,
+        versions=torch.cat(versions).numpy() if mixed else None,
         episodes=episodes or None,
         difference=difference,
         version=version,
@@ -410,6 +415,7 @@ def unpack_samples(
                 finish_reason=packed.reasons[i],
                 temperature=temperature,
                 version=packed.version,
+                versions=None if packed.versions is None else torch.tensor(packed.versions[where]),
                 columns=prompts[i].columns,
                 **made,
             )

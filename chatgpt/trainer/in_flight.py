@@ -10,46 +10,49 @@ from typing import Any
 import numpy as np
 import torch
 
-from chatgpt.rollout.wire import PackedEpisode, PackedSamples, pack_samples, unpack_samples
+from chatgpt.rollout.wire import PackedEpisode, PackedSamples, unpack_samples
 from chatgpt.types import Episode, Prompt, Sample, Turn
 
 _ARRAYS = {
     'indices': np.int64,
-    'versions': np.int64,
     'lengths': np.int64,
     'ids': np.int64,
     'logprobs': np.float32,
     'filtered_logprobs': np.float32,
     'edge_distances': np.float32,
     'masks': np.bool_,
+    'versions': np.int64,
 }
 
 
-def arrays_of(samples: SequenceOf[Sample]) -> dict[str, Any]:
+def record_of(packed: PackedSamples) -> dict[str, Any]:
     """Returns samples as arrays, None where there are none, and lists of JSON."""
-    packed = pack_samples(samples, 0)
     episodes = [e._asdict() | {'episode': asdict(e.episode)} for e in packed.episodes or ()]
     arrays = {name: getattr(packed, name, None) for name in _ARRAYS}
-    return arrays | {'reasons': list(packed.reasons), 'episodes': episodes}
+    return arrays | {'version': packed.version, 'reasons': list(packed.reasons), 'episodes': episodes}
 
 
-def joined_arrays(shares: SequenceOf[Mapping[str, Any]]) -> dict[str, Any]:
+def joined_records(shares: SequenceOf[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the records of all ranks as one, with tensors."""
     joined: dict[str, Any] = {n: [x for share in shares for x in share[n]] for n in ('reasons', 'episodes')}
     for name, dtype in _ARRAYS.items():
-        if any(share[name] is not None for share in shares):  # a share without masks has only ones
-            arrays = [np.ones(len(s['ids']), dtype) if s[name] is None else s[name] for s in shares]
+        if any(share[name] is not None for share in shares):  # without masks all are True, without versions the same
+            missing = [True if name == 'masks' else s['version'] for s in shares]
+            arrays = [
+                np.full(len(s['ids']), m, dtype) if s[name] is None else s[name]
+                for s, m in zip(shares, missing, strict=True)
+            ]
             joined[name] = torch.from_numpy(np.concatenate(arrays))
             if not len(joined[name]):  # a checkpoint has no empty tensors
                 del joined[name]
     return joined
 
 
-def _share(record: Mapping[str, Any], start: int, stop: int) -> PackedSamples:
+def share_of(record: Mapping[str, Any], start: int, stop: int) -> PackedSamples:
     """Returns samples [start, stop) of a record."""
     before, inside = int(sum(record['lengths'][:start])), int(sum(record['lengths'][start:stop]))
     arrays: dict[str, Any] = {}
-    for name in _ARRAYS.keys() - {'indices', 'versions'}:
+    for name in _ARRAYS.keys() - {'indices'}:
         dtype = _ARRAYS[name]
         first, last = (start, stop) if name == 'lengths' else (before, before + inside)
         values = record.get(name, ())  # a tensor, or a list in checkpoints of earlier versions
@@ -80,13 +83,9 @@ def samples_of(
     record: Mapping[str, Any], start: int, stop: int, prompts: SequenceOf[Prompt], groups: SequenceOf[int]
 ) -> list[Sample]:
     """Returns samples [start, stop) of a record."""
-    packed, indices = _share(record, start, stop), indices_of(record)[start:stop]
+    packed, indices = share_of(record, start, stop), indices_of(record)[start:stop]
     samples = unpack_samples(packed, prompts, indices, groups, record['temperature'])
-    if 'versions' in record:
-        before = int(sum(record['lengths'][:start]))
-        for sample in samples:
-            sample.versions = torch.as_tensor(record['versions'][before : before + sample.num_actions])
-            before += sample.num_actions
-            if sample.num_actions:
-                sample.version = int(sample.versions.min())
+    for sample in samples:
+        if sample.versions is not None and sample.num_actions:
+            sample.version = int(sample.versions[0])
     return samples

@@ -74,9 +74,9 @@ class Selection:
             experiences = chosen
         self._leave_out_overlong(experiences)
         if c.max_staleness:
-            ages = [phase - e.version for e in experiences]
-            self.metrics['rollout/staleness_mean'] = sum(ages) / len(ages)
-            self.metrics['rollout/staleness_max'] = float(max(ages))
+            ages = [phase - (torch.tensor([e.version]) if e.versions is None else e.versions) for e in experiences]
+            self.metrics['rollout/staleness_mean'] = sum(float(age.double().mean()) for age in ages) / len(ages)
+            self.metrics['rollout/staleness_max'] = float(max(int(age.max()) for age in ages))
         return experiences
 
     def _check_failed(self, experiences: SequenceOf[Experience], phase: int) -> None:

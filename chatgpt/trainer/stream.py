@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout import Call, RolloutEngine, SamplingParams
+from chatgpt.rollout.wire import pack_samples
 from chatgpt.trainer.draws import Draws
-from chatgpt.trainer.in_flight import arrays_of, indices_of, joined_arrays, samples_of
+from chatgpt.trainer.in_flight import indices_of, joined_records, record_of, samples_of
 from chatgpt.trainer.sample_queue import Entry, SampleQueue, Schedule
 from chatgpt.types import FinishReason, Prompt, Sample
 
@@ -315,8 +316,8 @@ class Stream(Draws):
         records = []
         for first in sorted({first for share in shares for first in share}):
             parts = [share[first] for share in shares if first in share]
-            where = parts[0]['where'] | {'version': min(part['version'] for part in parts)}
-            records.append(where | joined_arrays([part['arrays'] for part in parts]))
+            where = parts[0]['where'] | {'version': min(part['arrays']['version'] for part in parts)}
+            records.append(where | joined_records([part['arrays'] for part in parts]))
         state: dict[str, Any] = {'in_flight': records, 'in_flight_from': self.made_from()} if records else {}
         if self.slice_tokens:
             state['schedule'] = self.strategy.all_gather_object(self.queue.schedule.state())
@@ -332,15 +333,15 @@ class Stream(Draws):
     def _record(self, entries: SequenceOf[Entry]) -> dict[str, Any]:
         samples = [self.held.get(e.index) or self._without_tokens(e) for e in entries]
         first_prompt, first_sample = self.firsts[entries[0].group]
-        arrays = arrays_of(samples)
+        version = min((e.version for e in entries if e.version is not None), default=self.queue.version)
+        if self.slice_tokens:
+            samples = [replace(s, versions=versions_of(s)) for s in samples]
+        arrays = record_of(pack_samples(samples, version))
         arrays['reasons'] = [s.finish_reason if e.ended else '' for s, e in zip(samples, entries, strict=True)]
         arrays['indices'] = np.array([e.index for e in entries])
-        if self.slice_tokens:
-            arrays['versions'] = torch.cat([versions_of(s) for s in samples]).numpy()
         where = {'first_prompt': first_prompt, 'first_sample': first_sample}
         where |= {'num_prompts': self.batch_size, 'temperature': self.sampling.temperature}
-        version = min((e.version for e in entries if e.version is not None), default=self.queue.version)
-        return {'where': where, 'version': version, 'arrays': arrays}
+        return {'where': where, 'arrays': arrays}
 
     def _without_tokens(self, entry: Entry) -> Sample:
         call = Call.of([self._prompt(entry)], self.sampling, seed=0, indices=[entry.index], groups=[entry.group])

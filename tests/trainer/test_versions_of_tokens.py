@@ -1,0 +1,48 @@
+"""Versions of the weights per token: between processes, in a checkpoint, in the metrics of staleness."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from fake_trainer import experience
+
+from chatgpt.rollout.wire import pack_samples, unpack_samples
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.in_flight import joined_records, record_of, share_of
+from chatgpt.trainer.selection import Selection
+from chatgpt.types import Prompt
+
+MIXED = torch.tensor([3, 3, 4])
+
+
+def two(version: int, versions: list[torch.Tensor | None]) -> list:
+    return [experience(i, [1], [5, 6, 7], version=version, versions=v) for i, v in enumerate(versions)]
+
+
+def of(packed) -> list[list[int] | None]:
+    count = len(packed.lengths)
+    samples = unpack_samples(packed, [Prompt(ids=torch.tensor([1]))] * count, range(count), range(count), 1.0)
+    return [None if s.versions is None else s.versions.tolist() for s in samples]
+
+
+def test_versions_travel_with_a_sample():
+    assert of(pack_samples(two(3, [None, None]), 3)) == [None, None]
+    assert of(pack_samples(two(3, [None, MIXED]), 3)) == [[3, 3, 3], [3, 3, 4]]
+
+
+def test_versions_of_some_ranks_are_in_a_checkpoint():
+    packed = [pack_samples(two(2, [None, None]), 2), pack_samples(two(2, [None, MIXED]), 2)]
+    record = {'version': 2} | joined_records([record_of(each) for each in packed])
+    assert of(share_of(record, 0, 4)) == [[2] * 3, [2] * 3, [2] * 3, [3, 3, 4]]
+    assert of(share_of({'version': 2} | joined_records([record_of(packed[0])]), 0, 2)) == [None, None]
+
+
+def test_staleness_is_of_tokens():
+    config = PPOConfig(max_staleness=4)
+    selection = Selection(config, types.SimpleNamespace(is_rank_0=True))  # type: ignore[arg-type]
+    selection(two(3, [None, MIXED]), 5, lambda count: None)
+    ages = [2, (2 + 2 + 1) / 3]
+    assert selection.metrics['rollout/staleness_mean'] == pytest.approx(sum(ages) / 2)
+    assert selection.metrics['rollout/staleness_max'] == 2.0
