@@ -14,6 +14,7 @@ from tiny_runs import ppo, weights
 
 from chatgpt.rollout import RemoteEngine
 from chatgpt.trainer.callbacks import Callback
+from chatgpt.trainer.checkpointing import schedules
 from chatgpt.trainer.sample_queue import Schedule
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
@@ -67,9 +68,7 @@ def test_a_schedule_repeats_a_run_to_the_bit_on_other_workers_and_from_a_checkpo
     assert any(len(set(each)) > 1 for each in spans), 'responses carry over into the next phase'
     order = [sample[0] for phase in learned(free) for sample in phase]
     assert order != sorted(order), 'a phase takes what ends first'
-    state = free.checkpoint_state()
-    assert 'in_flight' not in state
-    schedule = Schedule.of(state['schedule'][0])
+    (schedule,) = schedules(free.save_checkpoint(tmp_path / 'free'))
     assert schedule.requests == free.collector.draws.queue.schedule.requests and len(schedule.takes) == 4 * PHASES
 
     other = fit(make(slowness={1: 3.0}, workers=3))
