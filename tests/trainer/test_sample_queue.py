@@ -137,7 +137,7 @@ def test_a_stream_makes_many_more_updates_than_a_synchronous_run_with_a_long_tai
         synchronous = Simulation(workers, 0, **FEW)
         before = synchronous.run()
         check(synchronous)
-        assert [group for _, group in synchronous.queue.schedule.takes] == list(range(16 * 8))
+        assert sorted(synchronous.queue.schedule.takes) == [(i // 16, i) for i in range(16 * 8)]
         stream = Simulation(workers, 2, slice_tokens=100, **FEW)
         assert before / stream.run() > 1.7
         check(stream)
@@ -147,8 +147,9 @@ def test_a_stream_makes_many_more_updates_than_a_synchronous_run_with_a_long_tai
 @pytest.mark.parametrize('changes', [{'slowness': {0: 8.0}}, {'joining': [900.0, 2500.0]}, {'killed': {0: 350.0}}])
 def test_a_slow_a_new_and_a_killed_worker_lose_nothing(changes):
     run = Simulation(2, 2, slice_tokens=100, **FEW, **changes)
-    plain, steps = Simulation(2, 2, slice_tokens=100, **FEW), run.run()
-    assert (steps < plain.run()) == ('joining' in changes)
+    steps = run.run()
+    if 'joining' in changes:
+        assert steps < Simulation(2, 2, slice_tokens=100, **FEW).run()
     check(run)
     assert any(len(workers) > 1 for workers in run.takers.values()), 'workers continue responses of others'
     if 'slowness' in changes:  # the other one does the work
