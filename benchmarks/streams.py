@@ -1,21 +1,20 @@
 """Updates per hour of a stream of samples against a synchronous run, where a tenth of the responses are ten times longer.
 
-    python benchmarks/streams.py [--page] [--wall]
+    python benchmarks/streams.py [--page]
 
 The clock is simulated: the queue of samples is the trainer's own, one decode step of a worker takes one unit, however
 many rows it has, and prefill takes a unit for as many tokens as `PREFILL`. The same rows per worker, responses and
-learning for all. With --wall, runs of a tiny model on Ray, which needs a core for each worker and one for the trainer.
+learning for all.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import markdown, script_parser, where, write_page
+from harness import markdown, script_parser, write_page
 
 from chatgpt.trainer.sample_queue import Entry, SampleQueue
 
@@ -151,60 +150,12 @@ def simulated() -> str:
     return '\n\n'.join(parts)
 
 
-def wall(workers: int, phases: int = 6) -> dict[str, float]:
-    """Returns seconds of a run of a tiny model on Ray, synchronous and as a stream. A tenth of the prompts ask for ten
-    times longer responses: the reward is constant, and end tokens are as likely as the prompt makes them."""
-    import torch
-    from harness import gpt2, ppo_trainer
-
-    from chatgpt.nn import GPTActor
-    from chatgpt.rollout import RemoteEngine
-    from chatgpt.rollout.ray_workers import RayWorkers
-    from chatgpt.strategies import NaiveStrategy
-
-    found: dict[str, float] = {}
-    for name, settings in (('synchronous', {}), ('stream', {'max_staleness': 2, 'tis_cap': 2.0})):
-        torch.manual_seed(0)
-        strategy = NaiveStrategy(seed=0, device='cpu')
-        actor = GPTActor(config=gpt2(positions=1024))
-        generator = torch.Generator().manual_seed(1)
-        long = torch.rand(64, generator=generator) < 0.1
-        # the room of a prompt is what it leaves of max_length: a long prompt has a short response
-        prompts = [torch.full((40 if is_long else 364,), 5 + i, dtype=torch.int64) for i, is_long in enumerate(long)]
-        with RemoteEngine(
-            RayWorkers(workers, resources={'CPU': 1}), chunk_size=32 // workers, slice_tokens=32
-        ) as engine:
-            trainer = ppo_trainer(
-                strategy,
-                actor,
-                reward=lambda prompts, responses: [0.0] * len(responses),
-                optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-5),
-                engine=engine,
-                advantage_estimator='reinforce++',
-                kl_coef=0.0,
-                experience_batch_size=32,
-                max_length=400,
-                **settings,
-            )
-            trainer.generate(prompts[:2])  # the workers start
-            start = time.perf_counter()
-            trainer.fit(prompts, 1, phases, 1)
-            found[name] = time.perf_counter() - start
-    return found
-
-
 def main() -> None:
-    parser = script_parser(__doc__, 'streams.md')
-    parser.add_argument('--wall', action='store_true', help='runs on Ray')
-    args = parser.parse_args()
+    args = script_parser(__doc__, 'streams.md').parse_args()
     table = simulated()
     print(table)
     if args.page:
         write_page('streams.md', simulated=table)
-    if args.wall:
-        for workers in (2, 4):
-            seconds = wall(workers)
-            print(f'{workers} workers: {seconds}, {where()}')
 
 
 if __name__ == '__main__':

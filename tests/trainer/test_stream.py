@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine t
 PHASES = 4
 
 
-def make(*more: Any, slowness: Any = (), workers: int = 2, **settings: Any) -> Any:
+def make(*more: Any, slowness: Any = (), workers: int = 2, engine: Any = None, **settings: Any) -> Any:
     pool = InProcessWorkers(workers)
     pool.slowness = dict(slowness)
-    engine = RemoteEngine(pool, chunk_size=2, slice_tokens=2)
+    engine = engine or RemoteEngine(pool, chunk_size=2, slice_tokens=2)
     given = {'max_staleness': 2, 'tis_cap': 2.0, 'lr': 3e-3, 'max_new_tokens': 8} | settings
     return ppo(engine=engine, callbacks=list(more), **given)
 
@@ -159,3 +161,34 @@ def test_without_staleness_parts_are_not_used_and_a_schedule_is_refused():
         RemoteEngine(pool, slice_tokens=2)
     with pytest.raises(ValueError, match='takes more of them'):
         RemoteEngine(pool).add_worker()
+
+
+@pytest.mark.system
+def test_ray_actors_serve_a_stream_beside_the_trainer_and_lose_nothing():
+    """One is killed and one joins. The schedule is then followed by workers in this process."""
+    ray = pytest.importorskip('ray')
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
+    ray.init('local', num_cpus=4, object_store_memory=80 << 20, **less)
+
+    class Disturbs(Callback):
+        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+            if step == 1:
+                trainer.engine.add_worker()
+            if step == 2:
+                os.kill(ray.get(trainer.engine.workers.actors[0].pid.remote()), signal.SIGKILL)
+
+    try:
+        with RemoteEngine(RayWorkers(2, resources={'CPU': 1}), chunk_size=2, slice_tokens=2) as engine:
+            free = make(Disturbs(), engine=engine)
+            with warnings.catch_warnings():
+                warnings.filterwarnings('ignore', message='rollout worker 0 died')
+                fit(free)
+            assert engine.num_replaced >= 1 and engine.workers.num_workers == 3
+    finally:
+        ray.shutdown()
+    check_counts(free)
+    again = fit(make(), schedule=free.collector.draws.queue.schedule)
+    assert learned(again) == learned(free) and again.log.phases == free.log.phases
+    assert torch.equal(weights(again), weights(free))
