@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -129,4 +130,7 @@ class Draws:
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        if type(self) is Draws and state.get('schedule') and state.get('in_flight') and self.strategy.is_rank_0:
+            text = 'prompts in flight in the checkpoint of a stream are left out: only rollout workers go on with them'
+            warnings.warn(text, stacklevel=2)
         self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])

@@ -135,6 +135,8 @@ class Stream(Draws):
                 for entry in entries:
                     del self.held[entry.index]
             self.queue.taken.clear()
+            if not self.slice_tokens:  # the settings alone determine the order
+                self.queue.schedule = Schedule()
             if not self.queue.entries:
                 self._weights = None
 
@@ -339,7 +341,7 @@ class Stream(Draws):
         arrays = record_of(pack_samples(samples, version))
         arrays['reasons'] = [s.finish_reason if e.ended else '' for s, e in zip(samples, entries, strict=True)]
         arrays['indices'] = np.array([e.index for e in entries])
-        where = {'first_prompt': first_prompt, 'first_sample': first_sample}
+        where: dict[str, Any] = {'first_prompt': first_prompt, 'first_sample': first_sample}
         where |= {'num_prompts': self.batch_size, 'temperature': self.sampling.temperature}
         return {'where': where, 'arrays': arrays}
 
@@ -368,7 +370,7 @@ class Stream(Draws):
         k, n, own = self.num_samples_per_prompt, self.batch_size, set(self._own(records))
         fits = loaded.get('in_flight_from') == self.made_from()
         if any(r.get('num_prompts', n) != n or ('indices' not in r and len(r['lengths']) != n * k) for r in records):
-            self._warn_of_misfit(len(records))
+            self._warn_of_misfit(len(records), again=not schedules)
             return
         for record in records:
             first_prompt, first_sample, indices = record['first_prompt'], record['first_sample'], indices_of(record)
@@ -405,11 +407,11 @@ class Stream(Draws):
                 self.held[entry.index] = sample
                 entry.num_tokens, entry.version, entry.ended = sample.num_actions, sample.version, bool(reason)
 
-    def _warn_of_misfit(self, num_timesteps: int) -> None:
+    def _warn_of_misfit(self, num_timesteps: int, *, again: bool = True) -> None:
         if self.strategy.is_rank_0:
+            what = 'asked for again' if again else 'left out'
             text = (
-                f'{num_timesteps} timesteps in flight in the checkpoint do not fit this run; their prompts are asked '
-                'for again'
+                f'{num_timesteps} timesteps in flight in the checkpoint do not fit this run; their prompts are {what}'
             )
             warnings.warn(text, stacklevel=2)
 
@@ -430,13 +432,13 @@ def uniform(sample: Sample) -> Sample:
 
 def cut(sample: Sample, size: int, reason: FinishReason = 'length') -> Sample:
     """Returns the first tokens of a response that has no episode."""
-    tensors = {name: getattr(sample, name)[:size].clone() for name in _TOKENS}
+    tensors: dict[str, Any] = {name: getattr(sample, name)[:size].clone() for name in _TOKENS}
     return replace(sample, finish_reason=reason, versions=versions_of(sample)[:size].clone(), **tensors)
 
 
 def joined(before: Sample, piece: Sample, sampling: SamplingParams) -> Sample:
     """Returns a response with a further part, up to the first stop string that began before the part."""
-    tensors = {name: torch.cat([getattr(before, name), getattr(piece, name)]) for name in _TOKENS}
+    tensors: dict[str, Any] = {name: torch.cat([getattr(before, name), getattr(piece, name)]) for name in _TOKENS}
     versions = torch.cat([versions_of(before), versions_of(piece)])
     sample = replace(before, finish_reason=piece.finish_reason, versions=versions, **tensors)
     if sampling.stop is not None:
