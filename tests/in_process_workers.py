@@ -16,7 +16,10 @@ class InProcessWorkers:
     """`RolloutWorkers` that compute at `wait`.
 
     A request is answered at `wait` by its worker, so that weights loaded since would show. `kill(worker)` loses the
-    worker's state; `die_on[index]` is how many times a worker dies at the request with this sample index.
+    state; `die_on[index]` is how many times a worker dies at the request with this sample index.
+
+    Where an engine asks which request is answered first, a clock says: a request takes its worker as many units of time
+    as its longest response has tokens, times `slowness[worker]`.
     """
 
     def __init__(self, num_workers: int = 1) -> None:
@@ -28,8 +31,12 @@ class InProcessWorkers:
         self.most_queued = 0
         """largest number of requests in flight"""
         self.num_puts = 0
+        self.slowness: dict[int, float] = {}
+        self.now = 0.0
         self.closed = False
         self._queued: dict[int, tuple[int, RolloutWorker, Request]] = {}
+        self._timed: dict[int, tuple[float, PackedSamples]] = {}
+        self._free_at: dict[int, float] = {}
         self._next = 0
 
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Any = None) -> None:
@@ -52,6 +59,25 @@ class InProcessWorkers:
     def ready(self, handle: int) -> bool:
         return handle not in self._queued
 
+    def first(self, handles: list[int], timeout_s: float | None = None) -> int:
+        for handle in handles:
+            if handle in self._timed:
+                continue
+            if handle not in self._queued or self.die_on.keys() & set(self._queued[handle][2].call.indices):
+                return handles.index(handle)  # a dead worker is noticed at once
+            number, worker, request = self._queued[handle]
+            packed = worker.generate(request)
+            start = max(self.now, self._free_at.get(number, 0.0))
+            end = start + int(packed.lengths.max()) * self.slowness.get(number, 1.0)
+            self._free_at[number], self._timed[handle] = end, (end, packed)
+        earliest = min(handles, key=lambda handle: self._timed[handle][0])
+        self.now = self._timed[earliest][0]
+        return handles.index(earliest)
+
+    def add(self) -> None:
+        self.workers.append(self._make())
+        self.num_workers += 1
+
     def wait(self, handle: int) -> PackedSamples:
         if handle not in self._queued:
             raise WorkerDied('killed')
@@ -59,10 +85,12 @@ class InProcessWorkers:
         for index in request.call.indices:
             if self.die_on.get(index, 0) > 0:
                 self.die_on[index] -= 1
+                if not self.die_on[index]:
+                    del self.die_on[index]
                 self.kill(number)
                 raise WorkerDied(f'of sample {index}')
         del self._queued[handle]
-        packed = worker.generate(request)
+        packed = self._timed.pop(handle)[1] if handle in self._timed else worker.generate(request)
         self.answered.append((number, list(request.call.indices)))
         return packed
 

@@ -31,7 +31,7 @@ def _engine(args: PPORun) -> Any:
     from chatgpt.rollout import RemoteEngine, VLLMRemoteEngine
 
     kind = VLLMRemoteEngine if args.engine == 'vllm' else RemoteEngine
-    return kind(_workers(args), chunk_size=args.rollout_chunk_size)
+    return kind(_workers(args), chunk_size=args.rollout_chunk_size, slice_tokens=args.rollout_slice_tokens)
 
 
 def check_rollout_args(args: PPORun) -> None:

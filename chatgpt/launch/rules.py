@@ -181,9 +181,14 @@ PPO_RUN_RULES = [
         'PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0',
     ),
     *changed(
-        ('max_staleness', 'rollout_chunk_size', 'rollout_resources'),
+        ('max_staleness', 'rollout_chunk_size', 'rollout_slice_tokens', 'rollout_resources'),
         lambda s: not s.rollout_workers,
         '{name}={value} is about rollout workers, and there are none: give --rollout_workers',
+    ),
+    Rule(
+        lambda s: s.rollout_slice_tokens and not (s.max_staleness and s.rollout_chunk_size),
+        'rollout_slice_tokens={s.rollout_slice_tokens} needs max_staleness of at least 1, and rollout_chunk_size: how '
+        'many responses a worker generates at a time',
     ),
     Rule(
         lambda s: s.rollout_workers and s.engine not in ('auto', 'local', 'vllm'),

@@ -296,6 +296,9 @@ class RolloutSettings(Settings):
     cluster. 0: the training processes generate"""
     rollout_chunk_size: int | None = None
     """number of prompts sent to a worker at once; none: all prompts of a timestep"""
+    rollout_slice_tokens: int | None = None
+    """with max_staleness, responses are generated in parts of this many tokens, rollout_chunk_size at a time, with the
+    newest weights. none: whole"""
     rollout_resources: dict[str, float] | None = None
     """resources of each worker: {CPU: threads, GPU: devices}; vllm splits the model over the GPUs. none: as many
     threads as this process, with vllm one GPU"""

@@ -78,6 +78,8 @@ class RolloutEngine(ABC):
     """for an engine of episodes: the most tokens before a first turn so far, dataset prompt and first observation"""
     keeping = False
     """True if state made from the policy in this phase is reused in the next, so a 16-bit copy of it is kept too"""
+    slice_tokens: int | None = None
+    """for an engine whose responses are generated in parts: the most tokens of one"""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -122,6 +124,10 @@ class RolloutEngine(ABC):
     def cancel(self, ticket: Any) -> None:
         """Cancels a ticket and discards its samples."""
         raise NotImplementedError
+
+    def first(self, tickets: Sequence[Any], timeout_s: float | None = None) -> Any:
+        """Returns the ticket to take next, by default the oldest; None if it is not known after `timeout_s`."""
+        return tickets[0]
 
     def converse(self, call: Call, turns: Turns) -> None:
         """Generates all turns of the call's sequences, keeping their keys and values in the cache in between. End

@@ -11,8 +11,9 @@ import math
 import os
 import signal
 import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,8 @@ class RayWorkers:
         self._options: dict[str, Any] = {}
         self._arguments: tuple[Any, ...] = ()
         self._started_ray = False
+
+    beside = True
 
     def dumps(self, value: Any) -> bytes:
         """Pickles with Ray's cloudpickle, which includes classes and functions defined in a script."""
@@ -162,16 +165,24 @@ class RayWorkers:
         return self.ray.put(bucket.numpy())
 
     def submit(self, worker: int, request: Request) -> Any:
-        return _PendingCall(self.actors[worker].generate.remote(request), self._places[worker])
+        return _PendingCall(self.actors[worker].generate.remote(request), self._places[worker], time.monotonic())
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        return _PendingCall(self.actors[worker].call.remote(method, *args), self._places[worker])
+        return _PendingCall(self.actors[worker].call.remote(method, *args), self._places[worker], time.monotonic())
 
     def host(self) -> str:
         return self.ray.util.get_node_ip_address()
 
     def ready(self, handle: Any) -> bool:
         return bool(self.ray.wait([handle.answer], timeout=0, fetch_local=False)[0])
+
+    def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
+        answers = [handle.answer for handle in handles]
+        found = self.ray.wait(answers, timeout=timeout_s, fetch_local=False)[0]
+        if found:
+            return answers.index(found[0])
+        late = time.monotonic() - (self.timeout_s or math.inf)
+        return next((at for at, handle in enumerate(handles) if handle.since < late), None)
 
     def wait(self, handle: Any) -> Any:
         exceptions = self.ray.exceptions
@@ -198,6 +209,13 @@ class RayWorkers:
     def cancel(self, handle: Any) -> None:
         self.ray.cancel(handle.answer)
 
+    def add(self) -> None:
+        custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
+        self._groups.append(None if all(g is None for g in self._groups) else self._group(custom))
+        self.actors.append(self._new_actor(self.num_workers))
+        self._places.append(self.actors[-1].place.remote())
+        self.num_workers += 1
+
     def replace(self, worker: int) -> None:
         self.ray.kill(self.actors[worker], no_restart=True)  # it may still run if it hangs or only its answer was lost
         self.actors[worker] = self._new_actor(worker)
@@ -220,6 +238,7 @@ class _PendingCall(NamedTuple):
 
     answer: Any
     place: Any  # of the actor
+    since: float  # seconds of the monotonic clock
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -44,7 +44,8 @@ class WorkerDied(RuntimeError):
 class RolloutWorkers(Protocol):
     """`num_workers` `RolloutWorker`s, numbered from 0, that process their requests in order.
 
-    A class may define `dumps` if it can pickle more than `pickle.dumps`.
+    A class may define `dumps` if it can pickle more than `pickle.dumps`, and `beside = True` if its workers compute
+    while this process does something else.
     """
 
     num_workers: int
@@ -67,6 +68,13 @@ class RolloutWorkers(Protocol):
 
     def ready(self, handle: Any) -> bool:
         """Returns True if `wait` would not block."""
+
+    def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
+        """Returns the position of the handle to wait for first; None if none is ready after `timeout_s`. Used only by
+        engines with `slice_tokens`."""
+
+    def add(self) -> None:
+        """Starts one more worker. Used only by `RemoteEngine.add_worker`."""
 
     def wait(self, handle: Any) -> Any:
         """Returns the answer, `PackedSamples` for a request. Raises `WorkerDied`, or the worker's own error."""
@@ -126,6 +134,8 @@ class RemoteEngine(CheckedEngine):
         bucket_bytes: maximum number of bytes in a bucket of weights.
         max_restarts: number of consecutive deaths of a worker, without an answer in between, that are tolerated.
         engine_options: keyword arguments of the workers' `LocalEngine`.
+        slice_tokens: with `max_staleness`, responses are generated in parts of at most so many tokens, each by a free
+            worker with the newest weights, `chunk_size` responses at a time; see `chatgpt.trainer.sample_queue`.
     """
 
     abilities = Abilities(reproducible=True, copies_weights=True, answers_ahead=True, takes_environments=True)
@@ -138,7 +148,13 @@ class RemoteEngine(CheckedEngine):
         bucket_bytes: int = BUCKET_BYTES,
         max_restarts: int = 3,
         engine_options: Mapping[str, Any] | None = None,
+        slice_tokens: int | None = None,
     ) -> None:
+        if slice_tokens is not None and (slice_tokens < 1 or chunk_size is None):
+            raise ValueError(
+                f'RemoteEngine: slice_tokens={slice_tokens} with chunk_size={chunk_size}; give at least 1 token, and '
+                'as chunk_size how many responses a worker generates at a time'
+            )
         if (chunk_size is not None and chunk_size < 1) or bucket_bytes < 8 or max_restarts < 0:
             raise ValueError(
                 f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; '
@@ -147,7 +163,7 @@ class RemoteEngine(CheckedEngine):
         self.engine_options = dict(engine_options or {})
         self._check_options()
         self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
-        self.max_restarts = max_restarts
+        self.max_restarts, self.slice_tokens = max_restarts, slice_tokens
         self.version = 0
         """version of the latest weights: the number of calls of `begin`"""
         self.num_replaced = 0
@@ -248,14 +264,25 @@ class RemoteEngine(CheckedEngine):
 
     # ------------------------------------------------------------------ asking now, taking later
 
-    def submit(self, call: Call) -> Ticket:
-        """See `RolloutEngine.submit`."""
-        self.checked(call)
-        return self._submit(call)
+    def submit(self, call: Call, weights: Weights | None = None) -> Ticket:
+        """See `RolloutEngine.submit`. `weights` from `latest` may be used after `end`, for a call whose prompts are not
+        checked, since they are those of an earlier one, longer by a part of the response."""
+        if weights is None:
+            self.checked(call)
+        return self._submit(call, weights)
 
-    def _submit(self, call: Call) -> Ticket:
-        assert self._weights is not None
-        weights, ticket = self._weights, Ticket(self._weights.manifest.version)
+    def latest(self) -> Weights | None:
+        """Returns the weights of the latest `begin`, which are kept as long as a caller has them."""
+        return self._weights
+
+    def can_use(self, weights: Weights) -> bool:
+        """Returns True if workers can get these weights: they have them, or there are buckets of them."""
+        return bool(weights.buckets) or weights.manifest.version == self.version
+
+    def _submit(self, call: Call, weights: Weights | None = None) -> Ticket:
+        weights = weights or self._weights
+        assert weights is not None
+        ticket = Ticket(weights.manifest.version)
         size = max(self._chunk_size(len(call.prompts)), 1)
         for start in range(0, len(call.prompts), size):
             part = call.part(slice(start, start + size))
@@ -286,6 +313,16 @@ class RemoteEngine(CheckedEngine):
         ticket.chunks.clear()
         return samples
 
+    def first(self, tickets: Sequence[Ticket], timeout_s: float | None = None) -> Ticket | None:
+        """See `RolloutEngine.first`; with `slice_tokens` the ticket that is answered first."""
+        if self.slice_tokens is None:
+            return tickets[0]
+        handles = [next((c.handle for c in t.chunks if c.handle is not None), None) for t in tickets]
+        if None in handles:
+            return tickets[handles.index(None)]
+        at = self.workers.first(handles, timeout_s)
+        return None if at is None else tickets[at]
+
     def cancel(self, ticket: Ticket) -> None:
         """Cancels a ticket and its open requests."""
         for chunk in ticket.chunks:
@@ -296,6 +333,17 @@ class RemoteEngine(CheckedEngine):
         ticket.chunks.clear()
 
     # ------------------------------------------------------------------ workers
+
+    def add_worker(self) -> None:
+        """Adds a worker while the others run; call it between phases, as from a callback."""
+        if self.spec is None or type(self) is not RemoteEngine:  # others hold a link to each worker
+            raise ValueError(
+                f'{type(self).__name__}.add_worker: only a RemoteEngine whose workers have started takes more of them; '
+                'give num_workers at the start'
+            )
+        self.workers.add()
+        self._queues.append([])
+        self._deaths.append(0)
 
     def _send(self, chunk: _Chunk, worker: int) -> None:
         assert chunk.request is not None

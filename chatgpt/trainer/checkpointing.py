@@ -5,7 +5,7 @@
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
                                    the library itself samples from counters
     <group>/...                    tensors of callbacks, under the name that the callback gives them
-    state/...                      tensors of state.json: samples that were generated ahead (`max_staleness`)
+    state/...                      tensors of state.json: samples that were generated ahead (`max_staleness`), schedule
     state.json                     counters, KL controller, running moments, hyperparameters, settings,
                                    callbacks' states
 
@@ -47,6 +47,7 @@ from chatgpt.strategies.checkpoint import (
     step_of,
 )
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.sample_queue import Schedule
 from chatgpt.trainer.schedule import hyperparameters
 
 MODELS, OPTIMIZERS, RNG, STATE = 'models', 'optimizers', 'rng', 'state'
@@ -190,6 +191,13 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank)
     return folder, state['fingerprint']
+
+
+def schedules(folder: str | Path) -> list[Schedule]:
+    """Returns the schedule of each rank in a checkpoint of a stream; see `Stream.replay`."""
+    reader = CheckpointReader(Path(folder))
+    saved = reader.json()['trainer'].get('schedule', [])
+    return [Schedule.of(_with_tensors(state, reader.sub('state/'))) for state in saved]
 
 
 def report_changes(trainer: TrainerView) -> None:

@@ -23,10 +23,11 @@ from chatgpt.rollout.exact import ExactDraws
 from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.checkpointing import as_json
-from chatgpt.trainer.draws import Draws, Pipeline
+from chatgpt.trainer.draws import Draws
 from chatgpt.trainer.fits import check_one_process_per_rank
 from chatgpt.trainer.journal import Journal
 from chatgpt.trainer.schedule import FitPlan
+from chatgpt.trainer.stream import Stream
 from chatgpt.types import Prompt, Sample
 
 Full = Callable[..., AbstractContextManager[Any]]
@@ -75,7 +76,7 @@ class Collector:
         functions: Any = {'begun': self._begun, 'generate': self._timed, 'made_from': self._made_from}
         self.draws = Draws(*given, **functions)
         if engine.abilities.answers_ahead:
-            self.draws = Pipeline(engine, max_staleness, *given, **functions)
+            self.draws = Stream(engine, max_staleness, *given, **functions)
         elif max_staleness:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
@@ -170,7 +171,7 @@ class Collector:
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
         """Context in which the engine has the policy's weights."""
-        with ExitStack() as held:
+        with self.draws.alone, ExitStack() as held:
             copies = self.engine.abilities.copies_weights
             full = (policy or self.policy)(whole=copies, read_only=copies)
             self.engine.begin(held.enter_context(full))

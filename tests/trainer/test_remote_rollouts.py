@@ -19,7 +19,7 @@ from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig, checkpointing
 from chatgpt.trainer.callbacks import Callback
-from chatgpt.trainer.draws import Pipeline
+from chatgpt.trainer.stream import Stream
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
 
@@ -85,13 +85,13 @@ def test_without_staleness_it_is_the_colocated_run_to_the_bit(workers, settings)
 
 @pytest.mark.parametrize(('n', 'update', 'phases'), [(1, 1, 5), (2, 2, 4), (9, 1, 4)])
 def test_samples_are_as_old_as_allowed_and_every_prompt_is_used_once(n, update, phases, monkeypatch):
-    in_flight, ask = [], Pipeline.ask
+    in_flight, send = [], Stream._send
 
-    def counted(pipeline: Pipeline, *given: Any) -> None:
-        ask(pipeline, *given)
-        in_flight.append(len(pipeline.waiting))
+    def counted(stream: Stream) -> None:
+        send(stream)
+        in_flight.append(len(stream.queue.groups) // stream.share)
 
-    monkeypatch.setattr(Pipeline, 'ask', counted)
+    monkeypatch.setattr(Stream, '_send', counted)
     pool = InProcessWorkers(2)
     timesteps = phases * update - (update - 1)  # the last phase is a remainder
     trainer = fit(make_stale(n, pool), timesteps, update)
@@ -103,7 +103,7 @@ def test_samples_are_as_old_as_allowed_and_every_prompt_is_used_once(n, update, 
     assert max(in_flight) == min((n + 1) * update, timesteps)
     assert pool.most_queued <= (n + 1) * update
     assert sorted(i for _, indices in pool.answered for i in indices) == list(range(4 * timesteps))
-    assert (trainer.collector.draws.samples_drawn, len(trainer.collector.draws.waiting)) == (4 * timesteps, 0)
+    assert (trainer.collector.draws.samples_drawn, len(trainer.collector.draws.queue.entries)) == (4 * timesteps, 0)
 
 
 def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first_phase():
@@ -175,7 +175,7 @@ def resumed(
     second.load_checkpoint(folder)
     # saved before it continues, it is the same checkpoint, except for an engine with nothing in flight
     again = plain(second.checkpoint_state().get('in_flight', []))
-    assert again == (held if isinstance(second.collector.draws, Pipeline) else [])
+    assert again == (held if isinstance(second.collector.draws, Stream) else [])
     second.fit(WORDS, total, 1, update)
     assert 'in_flight' not in second.checkpoint_state()
     return first, second
@@ -213,7 +213,7 @@ def test_under_other_settings_the_prompts_in_flight_are_submitted_again(tmp_path
 def test_a_second_fit_begins_with_nothing_in_flight():
     trainer = make_stale(2, 1, more=[StopAfter(2)])
     trainer.fit(WORDS, 6, 1, 1)
-    assert len(trainer.collector.draws.waiting) == 2
+    assert len(trainer.collector.draws.queue.entries) == 2 * 4
     trainer.fit(WORDS, 2, 1, 1)
     assert indices(trainer) == list(range(16))
     assert trainer.ages == [{0}, {1}, {0}, {1}]

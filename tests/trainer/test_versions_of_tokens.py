@@ -11,7 +11,7 @@ from fake_trainer import experience
 
 from chatgpt.rollout.wire import pack_samples, unpack_samples
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.trainer.draws import _joined, _record, _share
+from chatgpt.trainer.in_flight import joined_records, record_of, share_of
 from chatgpt.trainer.metrics import mismatch_metrics
 from chatgpt.trainer.selection import Selection
 from chatgpt.types import Prompt
@@ -36,9 +36,9 @@ def test_versions_travel_with_a_sample():
 
 def test_versions_of_some_ranks_are_in_a_checkpoint():
     packed = [pack_samples(two(2, [None, None]), 2), pack_samples(two(2, [None, MIXED]), 2)]
-    record = {'version': 2} | _joined([_record(each) for each in packed])
-    assert of(_share(record, 0, 4)) == [[2] * 3, [2] * 3, [2] * 3, [3, 3, 4]]
-    assert of(_share({'version': 2} | _joined([_record(packed[0])]), 0, 2)) == [None, None]
+    record = {'version': 2} | joined_records([record_of(each) for each in packed])
+    assert of(share_of(record, 0, 4)) == [[2] * 3, [2] * 3, [2] * 3, [3, 3, 4]]
+    assert of(share_of({'version': 2} | joined_records([record_of(packed[0])]), 0, 2)) == [None, None]
 
 
 def test_staleness_is_of_tokens():
