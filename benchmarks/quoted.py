@@ -29,7 +29,16 @@ import harness
 from harness import RESULTS, ROOT
 
 CAPACITY = RESULTS / 'capacity' / 'cpu-512MiB.json'
-PAGES = ['critic', 'critic_starts', 'formulas', 'learning_vs_trl', 'off_policy', 'one_card', 'one_hash', 'phase_profile']
+PAGES = [
+    'critic',
+    'critic_starts',
+    'formulas',
+    'learning_vs_trl',
+    'off_policy',
+    'one_card',
+    'one_hash',
+    'phase_profile',
+]
 PAGES += ['plan_real', 'preference', 'randomwalks', 'real_model', 'seventy_b', 'stories', 'vs_peers', 'which_gpu']
 """scripts that write their page from their results with --page"""
 ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
