@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chatgpt.rollout import Call, RolloutEngine, SamplingParams
 from chatgpt.rollout.wire import pack_samples
@@ -164,7 +163,7 @@ class Stream(Draws):
                     del self.queue.entries[index]
                     self.queue.groups.pop(entry.group, None)
                 elif sample is not None:  # further tokens are generated again by the same weights
-                    num_older = int((versions_of(sample) < version).sum())
+                    num_older = int((sample.token_versions < version).sum())
                     if num_older:
                         self.held[index] = sample if num_older == sample.num_actions else cut(sample, num_older)
                     if num_older < sample.num_actions:
@@ -337,7 +336,7 @@ class Stream(Draws):
         first_prompt, first_sample = self.firsts[entries[0].group]
         version = min((e.version for e in entries if e.version is not None), default=self.queue.version)
         if self.slice_tokens:
-            samples = [replace(s, versions=versions_of(s)) for s in samples]
+            samples = [replace(s, versions=s.token_versions) for s in samples]
         arrays = record_of(pack_samples(samples, version))
         arrays['reasons'] = [s.finish_reason if e.ended else '' for s, e in zip(samples, entries, strict=True)]
         arrays['indices'] = np.array([e.index for e in entries])
@@ -419,11 +418,6 @@ class Stream(Draws):
 _TOKENS = ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
 
 
-def versions_of(sample: Sample) -> Tensor:
-    """Returns the version of each token, (A,) int64."""
-    return torch.full((sample.num_actions,), sample.version) if sample.versions is None else sample.versions
-
-
 def uniform(sample: Sample) -> Sample:
     """Returns a sample without `versions` if all its tokens have the same."""
     same = sample.versions is not None and bool((sample.versions == sample.version).all())
@@ -433,13 +427,13 @@ def uniform(sample: Sample) -> Sample:
 def cut(sample: Sample, size: int, reason: FinishReason = 'length') -> Sample:
     """Returns the first tokens of a response that has no episode."""
     tensors: dict[str, Any] = {name: getattr(sample, name)[:size].clone() for name in _TOKENS}
-    return replace(sample, finish_reason=reason, versions=versions_of(sample)[:size].clone(), **tensors)
+    return replace(sample, finish_reason=reason, versions=sample.token_versions[:size].clone(), **tensors)
 
 
 def joined(before: Sample, piece: Sample, sampling: SamplingParams) -> Sample:
     """Returns a response with a further part, up to the first stop string that began before the part."""
     tensors: dict[str, Any] = {name: torch.cat([getattr(before, name), getattr(piece, name)]) for name in _TOKENS}
-    versions = torch.cat([versions_of(before), versions_of(piece)])
+    versions = torch.cat([before.token_versions, piece.token_versions])
     sample = replace(before, finish_reason=piece.finish_reason, versions=versions, **tensors)
     if sampling.stop is not None:
         ids = sample.response_ids.tolist()
