@@ -231,7 +231,7 @@ def additions_task(start: str, prompts: Path, held_out: Path) -> Task:
     )
     return Task(
         lambda seed: AutoActor(pretrained=start).model, words, {'max_new_tokens': NEW_TOKENS},
-        lambda trainer: evaluate(trainer)['score_mean'], (3e-5, 1e-4), 6e-5, 40.0, 100.0, 512,
+        lambda trainer: evaluate(trainer)['score_mean'], (3e-5, 1e-4), 6e-5, 70.0, 100.0, 320,
         prompts=[prompt(row) for row in asked], reward=right, blocks=8,
     )  # fmt: skip
 
@@ -240,8 +240,8 @@ def additions_task(start: str, prompts: Path, held_out: Path) -> Task:
 
 
 class Course(Callback):
-    """Records every phase until a run has had its CPU seconds and its episodes, and the held-out score at either point.
-    CPU seconds do not include evaluations."""
+    """Records every phase until a run has had its CPU seconds and its episodes. A run with episodes, which is none of the
+    trials, has its held-out score at either point. CPU seconds do not include evaluations."""
 
     def __init__(self, task: Task, cpu_s: float, episodes: int) -> None:
         self.task, self.ends = task, {'cpu_s': cpu_s, 'episodes': float(episodes)}
@@ -258,7 +258,8 @@ class Course(Callback):
         self.rows.append(row | {key: metrics[name] for key, name in wanted.items() if name in metrics})
         begun = time.process_time()
         passed = [name for name, end in self.ends.items() if row[name] >= end]
-        if new := [name for name in passed if name not in self.score]:
+        new = [name for name in passed if name not in self.score]
+        if new and self.ends['episodes']:
             self.score |= dict.fromkeys(new, self.task.score(trainer))
         self._apart += time.process_time() - begun
         if len(passed) == len(self.ends):
