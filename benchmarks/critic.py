@@ -24,7 +24,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -388,14 +388,16 @@ def page(results: harness.Results) -> None:
         for name, axis in zip(tasks, axes, strict=True):
             runs = {m: [r for r in records if (r['task'], r['method']) == (name, m)] for m in KINDS}
             ends = {key: min(phases(r)[-1][key] for r in records if r['task'] == name) for key in ('cpu_s', 'episodes')}
+            num_bins = min(12, int(ends['cpu_s'] / max(map(longest_phase, (r for own in runs.values() for r in own)))))
             for number, (method, own) in enumerate(runs.items()):
                 if own:
                     rows.append(
                         [name, method, f'{own[0]["kind"]}, lr {own[0]["lr"]:g}', *columns(own, runs['ppo'], ends)]
                     )
-                    bins = [on_the_way_at(own, at, ends['cpu_s'] / 12) for at in range(12)]
+                    width = ends['cpu_s'] / num_bins
+                    bins = [on_the_way_at(own, at, width) for at in range(num_bins)]
                     middle, low, high = zip(*bins, strict=True)
-                    at = [(i + 0.5) * ends['cpu_s'] / 12 for i in range(12)]
+                    at = [(i + 0.5) * width for i in range(num_bins)]
                     axis.plot(at, middle, color=f'C{number}', label=method)
                     axis.fill_between(at, low, high, color=f'C{number}', alpha=0.15)
             axis.set(title=name, xlabel='CPU seconds', ylabel='score of training episodes')
@@ -433,6 +435,12 @@ def until(record: dict[str, Any], goal: float = GOAL) -> float:
         if statistics.mean(row['score'] for row in rows[i - 2 : i + 1]) >= goal:
             return float(rows[i]['episodes'])
     return float(rows[-1]['episodes'])
+
+
+def longest_phase(record: dict[str, Any]) -> float:
+    """Returns the CPU seconds of the longest phase of a run: a bin of this width has a phase of it."""
+    ends = [0.0, *(row['cpu_s'] for row in phases(record))]
+    return max(end - begin for begin, end in pairwise(ends))
 
 
 def on_the_way_at(records: list[dict[str, Any]], number: int, width: float) -> tuple[float, float, float]:
