@@ -24,6 +24,8 @@ CANNOT_RUN = {
     'hub on this machine',
     'docs/workers.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
+    'docs/workers.md: from chatgpt.trainer.checkpointing import schedules': "reads a stream's checkpoint, as "
+    'tests/trainer/test_stream.py does',
     'docs/vllm.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as rollout/test_ray_workers.py counts',
     'docs/algorithms/critic.md: from chatgpt.trainer import CriticTrainer': 'launch/test_critic_command.py makes such '
     'records and learns from them',

@@ -76,10 +76,7 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
             resume(run, trainer)
         elif run.resume:
             trainer.load_checkpoint(run.resume)
-        if isinstance(run, PPORun):
-            trainer.fit(inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps)
-        else:
-            trainer.fit()
+        trainer.fit(*fit_arguments(inputs))
         finish(run, trainer, by_name=inputs.by_name)
     return trainer
 
@@ -277,6 +274,14 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         run_dir=inputs.run_dir,
         **reference,
     )
+
+
+def fit_arguments(inputs: Inputs) -> tuple[Any, ...]:
+    """Returns the arguments of the trainer's `fit`."""
+    run = inputs.run
+    if isinstance(run, PPORun):
+        return inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps
+    return ()
 
 
 # ---------------------------------------------------------------------- a run's folder

@@ -238,4 +238,4 @@ def test_help_names_the_value_of_every_flag_and_the_tables_also_what_was_added_f
         flags = re.findall(r'^ +--(\w+)(?:   |$)', text, re.MULTILINE)
         assert flags == ['print_config']  # the only one without a value
         assert ('reinforce++_baseline,mine}|module:name' in words) == (cls is PPORun)
-        assert ('--policy_loss {ppo,gspo,cispo,reinforce}|module:name' in words) == (cls is PPORun)
+        assert ('--policy_loss {ppo,gspo,gspo_token,cispo,reinforce}|module:name' in words) == (cls is PPORun)

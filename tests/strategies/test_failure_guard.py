@@ -69,7 +69,7 @@ def test_waiting_for_generation_is_not_timed():
 
         class Slow:
             environment, generator = None, None
-            abilities = SimpleNamespace(answers_ahead=False)
+            abilities = SimpleNamespace(answers_ahead=False, spans_ranks=False)
 
             def generate(self, call):
                 if rank == 1:

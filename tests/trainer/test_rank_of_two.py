@@ -166,7 +166,7 @@ def test_refusals_occur_on_both_processes(results):
     for found in results:
         assert found['agree'][0] == 'no error' and found['agree'][1].startswith(other)
         for error in found['environment']:
-            assert error.startswith('ValueError: environment does not go with tensor_parallel: ')
+            assert error.startswith('ValueError: environment does not go with tensor_parallel or sequence_parallel: ')
         assert 'is not shared: what rank 0 on ' in found['sign'] and 'is not seen by rank 1 on ' in found['sign']
         assert found['resume'] == 'CheckpointError: the folder is not there'
 
