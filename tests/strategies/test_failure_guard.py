@@ -63,7 +63,7 @@ def test_waiting_for_generation_is_not_timed():
     codes, texts = launch(
         """
         from types import SimpleNamespace
-        from chatgpt.rollout import SamplingParams
+        from chatgpt.rollout import Call, SamplingParams
         from chatgpt.trainer.collect import Collector
         from chatgpt.types import Prompt
 
@@ -84,7 +84,8 @@ def test_waiting_for_generation_is_not_timed():
         with strategy.failure_guard():
             strategy.barrier()
             print('ready', flush=True)
-            found = collector._timed(SimpleNamespace(prompts=[1]))
+            given = [Prompt(ids=torch.tensor([1]))]
+            found = collector._timed(Call.of(given, collector.sampling, seed=0, indices=[0]))
             assert strategy.all_gather_object(found) == [[1], [1]]
             print('generated', collector.generating_s > 1, flush=True)
         """,
