@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from which_gpu import config_of, planned
 
 from chatgpt.plan import Setup, make_plan, models, show_bytes
 from chatgpt.plan.phases import rows_per_forward
+from chatgpt.strategies.fsdp import WHOLE_GRADIENTS_GIB
 from chatgpt.types import Experience
 
 PROMPTS, SAMPLES, UPDATES, PROMPT_TOKENS = 128, 8, 4, 1024
@@ -65,7 +67,8 @@ class Case:
         return (self.cards - self.training) // self.worker if self.worker else 0
 
     def setup(self) -> Setup:
-        config: Any = LlamaConfig(**SHAPE) if self.model == '70B' else config_of(self.model)
+        shape: dict[str, Any] = SHAPE
+        config: Any = LlamaConfig(**shape) if self.model == '70B' else config_of(self.model)
         config.dtype = torch.bfloat16  # as published: frozen weights are then kept in 16 bits
         return Setup(
             config=config,
@@ -124,7 +127,7 @@ def plan(case: Case) -> dict[str, Any]:
         'part': size.total,
         'outside': size.outside,
         'trained': size.trained,
-        'waits': 4 * size.trained <= setup.memory_model.whole_gradients_gib * 2**30 if case.training > 1 else True,
+        'waits': 4 * size.trained <= WHOLE_GRADIENTS_GIB * 2**30,
         'exchanged': found.exchanged if setup.sequence_parallel > 1 else 0,
         'summed': 2 * config.num_hidden_layers * config.hidden_size * setup.itemsize * case.tokens,
         'record': record_bytes(case.tokens - PROMPT_TOKENS),
@@ -266,7 +269,7 @@ def main() -> None:
     args = parser.parse_args()
     results = Results(args.json)
     for case in CASES:
-        results.measure(key(case), lambda case=case: plan(case))
+        results.measure(key(case), partial(plan, case))
     if args.page:
         tables = {'arrangements': arrangements(results), 'updates': updates(results), 'phases': phases(results)}
         write_page(ROOT / 'docs' / 'scale.md', **tables)
