@@ -55,6 +55,11 @@ class Case:
         return self.training // self.part('tensor_parallel') // self.part('sequence_parallel')
 
     @property
+    def timestep(self) -> int:
+        """Prompts that are generated and scored together."""
+        return PROMPTS if self.worker else self.ranks
+
+    @property
     def name(self) -> str:
         names = {'tensor_parallel': 'TP', 'sequence_parallel': 'SP', 'replicas': 'replicas'}
         what = 'FSDP2' if self.strategy == 'fsdp' else 'one process'
@@ -81,7 +86,7 @@ class Case:
             gradient_checkpointing=True,
             memory=DEVICE,
             host_memory=HOST,
-            experience_batch_size=PROMPTS if self.worker else self.ranks,
+            experience_batch_size=self.timestep,
             num_samples_per_prompt=SAMPLES,
             train_batch_size=PROMPTS * SAMPLES // UPDATES,
             max_tokens_per_batch=self.tokens,
@@ -241,9 +246,10 @@ def phases(numbers: dict[str, Any]) -> str:
         weights = 2 * found['weights'] * case.workers
         records = found['record'] * PROMPTS * SAMPLES if case.training > 1 else 0
         copies = case.part('tensor_parallel') * case.part('sequence_parallel')
-        on_machine = 2 * records * min(MACHINE, case.training)
+        pickled = records * case.timestep / PROMPTS
+        on_machine = (records + pickled) * min(MACHINE, case.training)
         sent = [three(weights / GB), three(weights / PORT), f'{weights / PORT / seconds:.0%}'] if weights else ['-'] * 3
-        held = [three(size / GB) if size else '-' for size in (records, records * copies, on_machine)]
+        held = [three(size / GB) if size else '-' for size in (records, pickled * copies, on_machine)]
         rows.append([case.model, case.cards, case.name, three(seconds), *sent, *held])
     head = 'model | cards | arrangement | phase, s | weights out of rank 0, GB | s | of the phase'
     return markdown(f'{head} | records, GB | while gathered, on each card, GB | in host memory, one machine, GB', rows)

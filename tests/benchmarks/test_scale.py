@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
-import scale  # noqa: E402
+import scale
 
 FOUND = {'part': 100, 'outside': 20, 'trained': 100, 'micro_batches': 3, 'waits': False, 'exchanged': 0, 'summed': 0}
 
