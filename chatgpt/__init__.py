@@ -33,9 +33,8 @@ __all__ = ['__version__', 'train', *_PACKAGES]
 
 
 def on_demand(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns `__getattr__` and `__dir__` (PEP 562) for a package that imports its names on first use, and sets
-    `__all__` to the names imported as themselves (`from x import A as A`), the form by which type
-    checkers know a public name.
+    """Returns `__getattr__` and `__dir__` (PEP 562) for a package that imports its names on first use, and sets its
+    `__all__` to the names imported as themselves (`from x import A as A`), which type checkers take as public.
 
     Names and modules are read from the imports under `if TYPE_CHECKING:` of the package's `__init__.py`, so there is
     one list for type checkers and the running program.

@@ -28,6 +28,7 @@ class ComputedTensors(Mapping[str, Tensor]):
 
 def on_disk(tensor: Tensor, folder: str | os.PathLike[str]) -> Tensor:
     """Returns a copy in an unnamed memory-mapped file in `folder`. Raises OSError if the disk is full."""
+    # written, then mapped: a write to a mapping of a full disk would kill the process
     with tempfile.NamedTemporaryFile(dir=folder, prefix='.weights-') as file:
         tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(file)
         file.flush()

@@ -434,8 +434,8 @@ def write_folder(
 ) -> None:
     """Writes `model.save_pretrained` without its progress bar, and replaces an earlier model there with its heads.
 
-    state_dict: replaces the model's own weights. dtype: as of `Role.save_pretrained`. Raises ValueError for a shard of
-    the weights.
+    state_dict: replaces the model's own weights; tensors that it computes wait in unnamed files in `folder`. dtype: as
+    of `Role.save_pretrained`. Raises ValueError for a shard of the weights, OSError for a full disk.
     """
     from transformers.utils import logging
 

@@ -219,8 +219,8 @@ def packed_attention(
     """Attention with transformers' interface: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
     With a `packing`, B is 1 and S the number of computed tokens, in a group those of this process; causal within each
-    sequence. With `whole_rows`, causal
-    within each row. Neither reads the mask. If given, `attend(query, key, value, mask, scaling)` is called instead.
+    sequence. With `whole_rows`, causal within each row. Neither reads the mask. If given, `attend(query, key, value,
+    mask, scaling)` is called instead.
     """
     if attend is not None:
         if any(kwargs.get(name) is not None for name in ('softcap', 'position_bias', 's_aux')):

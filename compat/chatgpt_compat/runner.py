@@ -81,7 +81,7 @@ def from_script(trace: TracebackType | None) -> TracebackType | None:
     """Returns a traceback without this package's frames."""
     frames = []
     while trace is not None:
-        if not (Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent):
+        if Path(trace.tb_frame.f_code.co_filename).parent != Path(__file__).parent:
             frames.append(trace)
         trace = trace.tb_next
     for frame, following in zip(frames, [*frames[1:], None], strict=True):
