@@ -76,13 +76,17 @@ class PromptSet(SequenceOf[Prompt]):
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
 
+    def num_distinct(self) -> int:
+        """The number of prompts with different ids."""
+        return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
+
     def facts(self) -> dict[str, int]:
         """The entries of run.json about prompts: their number and the numbers of distinct, truncated and skipped ones;
         empty for prompts without text.
         """
         if not any(len(prompt.ids) for prompt in self._prompts):
             return {}  # tasks of an environment, which writes their text
-        counts = {'prompts': len(self), 'distinct': len({prompt.ids.numpy().tobytes() for prompt in self._prompts})}
+        counts = {'prompts': len(self), 'distinct': self.num_distinct()}
         return counts | {'cut': self.num_cut, 'skipped': self.num_skipped}
 
     def fingerprint(self) -> str:

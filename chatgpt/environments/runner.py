@@ -190,6 +190,10 @@ class Runner:
             )
         return min(left, default=None)
 
+    @property
+    def has_episodes(self) -> bool:
+        return bool(self._episodes)
+
     def leave(self, worker: _Worker) -> None:
         """Removes a worker, which takes no more jobs."""
         self._workers = [other for other in self._workers if other is not worker]
@@ -302,7 +306,7 @@ class _Thread(_Worker):
         super().__init__(runner)
 
     def is_idle(self) -> bool:
-        return not self.runner._episodes
+        return not self.runner.has_episodes
 
     def has(self, number: int) -> bool:
         return number in self.host.environments
