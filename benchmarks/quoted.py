@@ -39,8 +39,8 @@ PAGES = [
     'one_hash',
     'phase_profile',
 ]
-PAGES += ['plan_real', 'preference', 'randomwalks', 'real_model', 'scale', 'seventy_b', 'stories', 'vs_peers']
-PAGES += ['which_gpu']
+PAGES += ['plan_real', 'preference', 'randomwalks', 'real_model', 'scale', 'seventy_b', 'stories', 'streams']
+PAGES += ['vs_peers', 'which_gpu']
 """scripts that write their page from their results with --page"""
 ABSENT = 'places instead of one with the words of benchmarks/quoted.py,'
 NUMBER = r'(?<![\d.])([-+]?\d+(?:[.,]\d+)*(?:e[-+]\d+)?)(?!\d)'

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from limits import HANG_S
 
-pytest.register_assert_rewrite('killed_runs', 'tiny_runs')
+pytest.register_assert_rewrite('killed_runs', 'stream_runs', 'tiny_runs')
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

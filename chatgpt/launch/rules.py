@@ -191,6 +191,11 @@ PPO_RUN_RULES = [
         'many responses a worker generates at a time',
     ),
     Rule(
+        lambda s: s.rollout_slice_tokens and s.environment,
+        'rollout_slice_tokens={s.rollout_slice_tokens} cuts responses into parts, and an environment plays whole '
+        'episodes: leave it out',
+    ),
+    Rule(
         lambda s: s.rollout_workers and s.engine not in ('auto', 'local', 'vllm'),
         'rollout workers generate with the local engine or vLLM: --engine {s.engine} does not fit --rollout_workers',
     ),

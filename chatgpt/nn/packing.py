@@ -89,11 +89,8 @@ def _packing_for(model: nn.Module, batch: Batch) -> Packing | None:
     """Returns the packing with which `model` runs the batch, or None if it runs padded."""
     packing = batch.packing
     if (group := sequence_group(model)) is not None:
-        if _drops(model):
-            raise ValueError(
-                f'sequence_parallel: {name_of(model.config)} learns with dropout, whose masks the parts of a sequence '
-                'would repeat; set its rates to 0, or leave sequence_parallel out'
-            )
+        if model.training:
+            check_parts_learn(model)
         rows, width = batch.input_ids.shape
         packing = packing or packing_of([width] * rows, width, always=True)
         assert packing is not None
@@ -101,13 +98,22 @@ def _packing_for(model: nn.Module, batch: Batch) -> Packing | None:
     if packing is None or not packs(model) or packing.max_length > (window_of(model) or packing.max_length):
         return None
     # With dropout, equal prefixes have states of their own.
-    return every_token(packing) if packing.state_index is not None and _drops(model) else packing
+    return every_token(packing) if packing.state_index is not None and model.training and _drops(model) else packing
 
 
 def sequence_group(model: nn.Module) -> Any:
     """Returns the processes that compute each packed row of a base model together, with equal parts of its tokens; None
     if this process computes whole rows."""
     return getattr(model, 'sequence_group', None)
+
+
+def check_parts_learn(model: nn.Module) -> None:
+    """Raises ValueError for a base model with a `sequence_group` and dropout, in train mode or not."""
+    if sequence_group(model) is not None and _drops(model):
+        raise ValueError(
+            f'sequence_parallel: {name_of(model.config)} learns with dropout, whose masks the parts of a sequence '
+            'would repeat; set its rates to 0, or leave sequence_parallel out'
+        )
 
 
 def own_actions(model: nn.Module, batch: Batch) -> Batch:
@@ -135,8 +141,8 @@ def every_token(packing: Packing) -> Packing:
 
 
 def _drops(model: nn.Module) -> bool:
-    """Returns True if a forward has dropout: of modules, or of rates in attributes, as in OPT."""
-    for module in model.modules() if model.training else ():
+    """Returns True if a forward in train mode has dropout: of modules, or of rates in attributes, as in OPT."""
+    for module in model.modules():
         rates = (value for name, value in vars(module).items() if 'drop' in name and isinstance(value, float))
         if isinstance(module, nn.Dropout) and module.p > 0 or any(rate > 0 for rate in rates):
             return True

@@ -271,6 +271,14 @@ class EngineAround(RolloutEngine):
         self.abilities = replace(self.abilities, exact_logprobs=self.engine.abilities.exact_logprobs)
         return self
 
+    def refuse_parts(self, whole: str) -> None:
+        """Raises ValueError if the inner engine generates in parts."""
+        if self.engine.slice_tokens is not None:
+            raise ValueError(
+                f'slice_tokens={self.engine.slice_tokens} cuts responses into parts, and {whole}: make the engine '
+                'without slice_tokens'
+            )
+
     @property
     def generator(self) -> RolloutEngine:
         return self.engine.generator

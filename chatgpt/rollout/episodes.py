@@ -53,8 +53,8 @@ class EpisodeEngine(EngineAround):
             where the settings or the tokenizer's `text_choice` require it, otherwise `TextOrChat`.
 
     Raises:
-        ValueError: no tokenizer, an environment that cannot be created, observations that cannot be encoded, or a chat
-            template that does not allow appending turns.
+        ValueError: no tokenizer, an environment that cannot be created, observations that cannot be encoded, a chat
+            template that does not allow appending turns, or an engine with `slice_tokens`.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class EpisodeEngine(EngineAround):
         if tokenizer is None:
             raise ValueError('an environment needs a tokenizer: its observations are texts')
         super().__init__(engine)
+        self.refuse_parts('an environment plays whole episodes')
         self.tokenizer = tokenizer
         self.settings = settings or EnvironmentSettings()
         self.factory = find_environment(environment)

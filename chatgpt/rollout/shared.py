@@ -63,10 +63,13 @@ class SharedEngine(EngineAround):
     Args:
         ranks: the strategy.
         engine: an engine with `answers_ahead`, created alike on every rank; only that of rank 0 starts its workers.
+
+    Raises ValueError for an engine with `slice_tokens`.
     """
 
     def __init__(self, ranks: Ranks, engine: RolloutEngine) -> None:
         super().__init__(engine)
+        self.refuse_parts('workers that several processes share answer whole requests')
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.layouts import layout_of
-from chatgpt.nn.trunk import position_limit, positions_of, text_config
+from chatgpt.nn.packing import check_parts_learn
+from chatgpt.nn.trunk import base_model, position_limit, positions_of, text_config
 from chatgpt.strategies.base import Strategy
 from chatgpt.types import Sequence
 
@@ -45,6 +46,13 @@ def check_records(what: str, records: Iterable[SequenceOf[Sequence]], model: nn.
                     f'{what}[{i}] has {length} tokens{layout.counted}, more than {positions_of(config)}; cut it '
                     f'(max_length={layout.most(limit)} where text is loaded) or leave it out'
                 )
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raises ValueError for a model that learns with dropout under sequence_parallel."""
+    inner: Any = getattr(model, 'model', None)
+    if hasattr(inner, 'config'):
+        check_parts_learn(base_model(inner))
 
 
 def check_router_loss(config: Any) -> None:

@@ -27,7 +27,7 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.experience.reference import Reference
-from chatgpt.trainer.fits import check_apart, check_models, check_records
+from chatgpt.trainer.fits import check_apart, check_dropout, check_models, check_records
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics, PhaseMetrics
 from chatgpt.trainer.objectives.config import SupervisedConfig
 from chatgpt.trainer.schedule import permutation, uneven_steps
@@ -205,6 +205,8 @@ class OfflineTrainer(Trainer):
         objective = method.objective(config, reference) if method.compares else method.objective(config)
         check_models(owner, strategy, {objective.model_name: model})
         objective.check(strategy, model)
+        if objective.uses_dropout:
+            check_dropout(strategy.unwrap(model))
         config.validate(strategy.world_size)
         train, for_eval = objective.accept(train_data or [], eval_data)
         if train_data is not None and not train:

@@ -98,6 +98,8 @@ def test_what_cannot_be_sent_is_an_error_before_any_worker_starts():
     lock, pool = threading.Lock(), InProcessWorkers()
     with pytest.raises(ValueError, match='cannot be sent to rollout workers'):
         EpisodeEngine(RemoteEngine(pool), lambda: lock, TOKENIZER)
+    with pytest.raises(ValueError, match='slice_tokens=8 cuts responses .* an environment plays whole episodes: make'):
+        EpisodeEngine(RemoteEngine(pool, chunk_size=2, slice_tokens=8), Shop, TOKENIZER)
     assert not pool.workers
     begun, of_another = RemoteEngine(pool), RemoteEngine(InProcessWorkers())
     begun.begin(actor())

@@ -33,6 +33,16 @@ def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
         assert engine.workers.resources['GPU'] == 1
 
 
+def test_workers_that_ranks_share_take_no_parts_of_responses():
+    pytest.importorskip('ray')
+    run = PPORun(engine='vllm', rollout_workers=2, rollout_slice_tokens=8, rollout_chunk_size=2, max_staleness=1)
+    two = SimpleNamespace(world_size=2, processes=SimpleNamespace(world_size=2), rank=0)
+    with pytest.raises(ValueError, match='slice_tokens=8 .* share answer whole requests'), rollout_engine(run, two):
+        pass
+    with rollout_engine(run, SimpleNamespace(world_size=1, processes=SimpleNamespace(world_size=1))) as engine:
+        assert engine.slice_tokens == 8
+
+
 @pytest.mark.parametrize(
     ('settings', 'why'),
     [

@@ -60,6 +60,7 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     {'max_staleness': 1, 'tis_cap': 2.0},
     {'rollout_workers': 1, 'engine': 'hf'},
     {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'max_staleness': 1},
+    GAME | {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'rollout_chunk_size': 2, 'max_staleness': 1},
 ]
 OTHERS: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'strategy': 'colossalai_gemini', 'precision': 'fp32'}),

@@ -20,16 +20,18 @@ def prompts(lengths: tuple[int, ...] = (3, 9, 5, 1, 7)) -> list[Prompt]:
     return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
 
 
-@torch.no_grad()
 def off(samples: list[Sample], model: Any) -> float:
     """Returns the largest difference from the log-probs of transformers' forward, one sequence at a time."""
-    found = []
-    for s in samples:
-        ids = torch.cat([s.prompt_ids, s.response_ids])
-        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].double() / s.temperature
-        of_tokens = logits.log_softmax(-1).gather(1, s.response_ids[:, None])[:, 0]
-        found.append(float((s.logprobs - of_tokens).abs().max()))
-    return max(found)
+    return max(off_tokens(s, model, torch.ones_like(s.response_mask)) for s in samples)
+
+
+@torch.no_grad()
+def off_tokens(s: Sample, model: Any, mask: torch.Tensor) -> float:
+    """Returns the largest difference over the tokens of one sample that `mask` has."""
+    ids = torch.cat([s.prompt_ids, s.response_ids])
+    logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].double() / s.temperature
+    of_tokens = logits.log_softmax(-1).gather(1, s.response_ids[:, None])[:, 0]
+    return float((s.logprobs - of_tokens)[mask].abs().max())
 
 
 def update(model: Any, seed: int) -> None:

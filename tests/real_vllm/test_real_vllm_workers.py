@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from policies import GREEDY, OPTIONS, WARM, off, prompts, update
+from policies import GREEDY, OPTIONS, WARM, off, off_tokens, prompts, update
 
-from chatgpt.nn import Actor
+from chatgpt.nn import Actor, Critic
 from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine
 from chatgpt.rollout.vllm_remote import _Link
+from chatgpt.strategies import NaiveStrategy
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import Callback
 
 pytest.importorskip('vllm', reason='vLLM has an environment of its own: make test-vllm')
 ray = pytest.importorskip('ray')
@@ -71,6 +74,52 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
         engine._select_tensors = lambda given: {**wanted(given), 'lm_head.weight': torch.rand(64, 64)}  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match='VLLMRemoteEngine: .* nats, where float32 explains 0.02'):
             drawn(GREEDY)
+
+
+def test_a_stream_of_parts_has_the_log_probs_of_the_version_of_each_token(llama, cluster):
+    """A response goes on with newer weights; each token has the log-prob of transformers under the weights of then."""
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    states: list[dict[str, torch.Tensor]] = []
+    found: list[Any] = []
+
+    class Watch(Callback):
+        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+            states.append({n: p.detach().clone() for n, p in trainer.actor.model.state_dict().items()})
+            found.extend((trainer.phase, e) for e in experiences)
+
+    workers = RayWorkers(1, resources={'CPU': 1, 'GPU': 0})
+    engine = VLLMRemoteEngine(workers, engine_options=OPTIONS, chunk_size=3, slice_tokens=3)
+    with NaiveStrategy(device='cpu') as strategy, engine:
+        actor, critic = Actor(llama()), Critic(llama())
+        pairs = strategy.prepare(*((m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (actor, critic)))
+        (actor, a), (critic, c) = pairs
+        settings: dict[str, Any] = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 9}
+        trainer = PPOTrainer(
+            *(strategy, actor, critic, lambda prompts, responses: [float(i % 2) for i in range(len(prompts))]),
+            *(None, a, c),
+            engine=engine,
+            max_staleness=1,
+            kl_coef=0.0,
+            callbacks=[Watch()],
+            **settings,
+        )
+        trainer.fit([torch.tensor([5, 6, 7 + i]) for i in range(12)], 4, 1, 1)
+        assert trainer.collector.draws.queue.schedule.requests
+    assert sorted(e.index for _, e in found) == list(range(16))
+    mixed = [len(set(e.token_versions.tolist())) > 1 for _, e in found]
+    assert any(mixed), 'a response has tokens of two versions'
+    model, worst, of_others = llama(), 0.0, 0.0
+    for phase, e in found:
+        assert all(0 <= phase - v <= 1 for v in e.token_versions.tolist())
+        for version, state in enumerate(states):
+            model.load_state_dict(state)
+            own = e.token_versions == version
+            if bool(own.any()):
+                worst = max(worst, off_tokens(e, model, own))
+                model.load_state_dict(states[version - 1 if version else 1])
+                of_others = max(of_others, off_tokens(e, model, own))
+    assert worst < 1e-4 < 1e-2 < of_others
 
 
 def test_vllm_has_the_names_of_transfers_that_need_a_gpu():

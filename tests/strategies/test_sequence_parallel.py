@@ -18,6 +18,7 @@ from chatgpt.strategies.sequence_parallel import check_sequences, copies_of_keys
 from chatgpt.testing.conformance import BF16, FP32, run_conformance
 from chatgpt.testing.processes import environment, run_distributed
 from chatgpt.testing.tiny import tiny_sequences
+from chatgpt.trainer import SFTTrainer
 from chatgpt.types import Sequence
 
 COMMON = {
@@ -200,8 +201,24 @@ def drops() -> str:
         return str(error.value)
 
 
+def trains_with(dropout: float) -> str:
+    """Returns the error of a trainer that is made with an actor in eval mode, '' if there is none."""
+    with FSDPStrategy(precision='fp32', sequence_parallel=2, device='cpu') as strategy:
+        actor = Actor(language_model('gpt2', attn_pdrop=dropout)).eval()
+        pair = strategy.prepare((actor, torch.optim.SGD(actor.parameters())))
+        try:
+            SFTTrainer(strategy, *pair, tiny_sequences(2), train_batch_size=2)
+        except ValueError as error:
+            return str(error)
+        return ''
+
+
 def test_dropout_is_refused():
-    assert run_distributed(drops, 2)[0].startswith('sequence_parallel: gpt2 learns with dropout')
+    """By a trainer that learns with it before the first forward."""
+    refused = 'sequence_parallel: gpt2 learns with dropout'
+    assert run_distributed(drops, 2)[0].startswith(refused)
+    assert run_distributed(trains_with, 2, 0.1)[0].startswith(refused)
+    assert run_distributed(trains_with, 2, 0.0) == ['', '']
 
 
 def test_settings_that_do_not_go_together():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +9,15 @@ import pytest
 import torch
 from in_process_workers import InProcessWorkers
 from stop_after import StopAfter
+from stream_runs import PHASES, check_counts, check_samples, fit, learned, make
 from tiny_runs import ppo, weights
 
 from chatgpt.rollout import RemoteEngine
+from chatgpt.strategies import DDPStrategy
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.checkpointing import schedules
 from chatgpt.trainer.sample_queue import Schedule
-
-WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
-PHASES = 4
-
-
-def make(*more: Any, slowness: Any = (), workers: int = 2, engine: Any = None, **settings: Any) -> Any:
-    pool = InProcessWorkers(workers)
-    pool.slowness = dict(slowness)
-    engine = engine or RemoteEngine(pool, chunk_size=2, slice_tokens=2)
-    given = {'max_staleness': 2, 'tis_cap': 2.0, 'lr': 3e-3, 'max_new_tokens': 8} | settings
-    return ppo(engine=engine, callbacks=list(more), **given)
-
-
-def fit(trainer: Any, phases: int = PHASES, *, schedule: Schedule | None = None) -> Any:
-    if schedule is not None:
-        trainer.collector.draws.replay(schedule)
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', message='only .* rollout workers')
-        trainer.fit(WORDS, 1, phases, 1)
-    return trainer
-
-
-def learned(*trainers: Any) -> list[Any]:
-    return [
-        [(e.index, e.response_ids.tolist(), e.logprobs.tolist(), e.version, versions(e)) for e in phase]
-        for trainer in trainers
-        for phase in trainer.log.experiences[: trainer.phase]
-    ]
-
-
-def versions(sample: Any) -> list[int]:
-    return [sample.version] * sample.num_actions if sample.versions is None else sample.versions.tolist()
-
-
-def check_counts(*trainers: Any, phases: int = PHASES) -> None:
-    """Every prompt is learned once, no token is older than allowed, and none younger than the one before."""
-    found = learned(*trainers)
-    assert sorted(sample[0] for phase in found for sample in phase) == list(range(4 * phases))
-    for number, phase in enumerate(found):
-        for _, ids, _, first, each in phase:
-            assert each[0] == first and each == sorted(each) and len(each) == len(ids)
-            assert 0 <= number - each[0] <= 2 and each[-1] <= number
 
 
 def test_a_schedule_repeats_a_run_to_the_bit_on_other_workers_and_from_a_checkpoint(tmp_path):
@@ -102,14 +60,14 @@ class AtTimestep(Callback):
 
 def stopped_and_resumed(folder: Path, stop: Any) -> tuple[Any, Any]:
     first = make(stop, slowness={0: 5.0})
-    first.fit(WORDS, PHASES, 1, 1)
+    fit(first)
     assert first.phase < PHASES
     folder = first.save_checkpoint(folder)
     held = first.checkpoint_state()['in_flight']
     assert any('' in record['reasons'] for record in held), 'some responses have not ended'
     second = make()
     second.load_checkpoint(folder)
-    second.fit(WORDS, PHASES, 1, 1)
+    fit(second)
     return first, second
 
 
@@ -163,32 +121,49 @@ def test_without_staleness_parts_are_not_used_and_a_schedule_is_refused():
         RemoteEngine(pool).add_worker()
 
 
-@pytest.mark.system
-def test_ray_actors_serve_a_stream_beside_the_trainer_and_lose_nothing():
-    """One is killed and one joins. The schedule is then followed by workers in this process."""
-    ray = pytest.importorskip('ray')
-    from chatgpt.rollout.ray_workers import RayWorkers
+def on_two_ranks(folder: str, stop: int | None, schedules_of: str | None = None) -> dict[str, Any]:
+    """Runs on one rank with a slow worker and one without; until a timestep, or under the schedules of a checkpoint."""
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        more = [] if stop is None else [AtTimestep(stop, lambda trainer: trainer.request_stop())]
+        slowness = {} if strategy.rank or schedules_of else {0: 5.0}
+        trainer = make(*more, strategy=strategy, slowness=slowness)
+        given = None if schedules_of is None else schedules(schedules_of)[strategy.rank]
+        fit(trainer, schedule=given)
+        trainer.save_checkpoint(folder)
+        queue = trainer.collector.draws.queue
+        own = queue.schedule.requests, queue.schedule.takes
+        return {'learned': learned(trainer), 'metrics': trainer.log.phases, 'weights': weights(trainer), 'own': own}
 
-    less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
-    ray.init('local', num_cpus=4, object_store_memory=80 << 20, **less)
 
-    class Disturbs(Callback):
-        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-            if step == 1:
-                trainer.engine.add_worker()
-            if step == 2:
-                os.kill(ray.get(trainer.engine.workers.actors[0].pid.remote()), signal.SIGKILL)
+def test_two_ranks_have_queues_of_their_own_and_each_follows_its_schedule(tmp_path):
+    free = run_distributed(on_two_ranks, 2, str(tmp_path / 'free'), None)
+    assert free[0]['learned'] == free[1]['learned'] and free[0]['metrics'] == free[1]['metrics']
+    check_samples(free[0]['learned'])
+    parts = [{index for _, request in each['own'][0] for index, _ in request} for each in free]
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(4 * PHASES))
+    assert [len(each['own'][1]) for each in free] == [2 * PHASES] * 2
+    again = run_distributed(on_two_ranks, 2, str(tmp_path / 'again'), None, str(tmp_path / 'free'))
+    for a, b in zip(free, again, strict=True):
+        assert a['learned'] == b['learned'] and a['metrics'] == b['metrics'] and a['own'] == b['own']
+        assert torch.equal(a['weights'], b['weights'])
 
-    try:
-        with RemoteEngine(RayWorkers(2, resources={'CPU': 1}), chunk_size=2, slice_tokens=2) as engine:
-            free = make(Disturbs(), engine=engine)
-            with warnings.catch_warnings():
-                warnings.filterwarnings('ignore', message='rollout worker 0 died')
-                fit(free)
-            assert engine.num_replaced >= 1 and engine.workers.num_workers == 3
-    finally:
-        ray.shutdown()
-    check_counts(free)
-    again = fit(make(), schedule=free.collector.draws.queue.schedule)
-    assert learned(again) == learned(free) and again.log.phases == free.log.phases
-    assert torch.equal(weights(again), weights(free))
+
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_two_ranks_that_stop_in_a_phase_go_on_with_what_both_had_in_flight(tmp_path, ranks):
+    first = run_distributed(on_two_ranks, 2, str(tmp_path / 'stopped'), 3)[0]['learned']
+    assert 0 < len(first) < PHASES
+    if ranks == 2:
+        rest = run_distributed(resumed_on_two_ranks, 2, str(tmp_path / 'stopped'))
+        assert rest[0] == rest[1]
+        check_samples(first + rest[0])
+    else:
+        second = make()
+        second.load_checkpoint(tmp_path / 'stopped')
+        check_samples(first + learned(fit(second)))
+
+
+def resumed_on_two_ranks(folder: str) -> list[Any]:
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        trainer = make(strategy=strategy)
+        trainer.load_checkpoint(folder)
+        return learned(fit(trainer))
