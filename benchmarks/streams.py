@@ -7,8 +7,8 @@ however many rows it has, and prefill takes a unit for as many tokens as `PREFIL
 and learning for all.
 
 Then in seconds: a trainer scores and learns with a tiny model, and Ray actors take up its weights and sleep for
-`STEP_S` for each decode step and for as many tokens of prefill as PREFILL / SCALE. Such an actor stands in for a GPU,
-whose steps take as long with one row as with many, and needs no core.
+`STEP_S` for each decode step and for as many tokens of prefill as `PREFILL`. Such an actor stands in for a GPU, whose
+steps take as long with one row as with many, and needs no core.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from chatgpt.rollout.engine import EngineAround
 from chatgpt.trainer.sample_queue import Entry, SampleQueue
 
 SHORT, LONG, PREFILL, PHASES = 200, 2000, 512, 40
-STEP_S, SCALE, BATCH_S, PHASES_S, PART_S = 0.03, 10, 32, 16, 10
-"""of the runs in seconds: those of a decode step, how much shorter responses and prefill are, responses of a phase, phases,
-and tokens of a part"""
+STEP_S, SCALE, BATCH_S, PHASES_S, PARTS_S = 0.04, 10, 32, 12, (10, 20)
+"""of the runs in seconds: those of a decode step, how much shorter responses are, responses of a phase, phases,
+and tokens of parts"""
 
 
 @dataclass
@@ -199,7 +199,7 @@ class FixedSteps(EngineAround):
     def generate(self, call: Any) -> Any:
         left = [length_of(i) - offset for i, offset in zip(call.indices, call.offsets, strict=True)]
         sizes = [n if limit is None else min(n, limit) for n, limit in zip(left, call.limits, strict=True)]
-        time.sleep((max(sizes) + sum(call.offsets) * SCALE / PREFILL) * STEP_S)
+        time.sleep((max(sizes) + sum(call.offsets) / PREFILL) * STEP_S)
         samples = []
         for i, (size, n) in enumerate(zip(sizes, left, strict=True)):
             ids, logprobs = torch.full((size,), 7), torch.full((size,), -math.log(64))
@@ -246,6 +246,7 @@ def in_seconds(workers: int, max_staleness: int, part: int | None) -> dict[str, 
             max_epochs=1,
             max_new_tokens=LONG // SCALE,
             kl_coef=0.0,
+            recompute_logprobs=True,
             max_staleness=max_staleness,
         )
         trainer.generate(prompts)  # actors have started and have a model
@@ -276,9 +277,9 @@ def main() -> None:
     args = script_parser(__doc__, 'streams.md').parse_args()
     results, runs = harness.Results('streams.json'), []
     for workers in (2, 4):
-        for n in (0, 1, 2):
-            key = f'{workers} workers, max_staleness {n}'
-            runs.append(results.measure(key, lambda w=workers, n=n: in_seconds(w, n, PART_S if n else None)))
+        for n, part in ((0, None), *((n, part) for n in (1, 2) for part in PARTS_S)):
+            key = f'{workers} workers, max_staleness {n}, parts {part}'
+            runs.append(results.measure(key, lambda w=workers, n=n, part=part: in_seconds(w, n, part)))
     steps = results.measure('simulated', simulated, len)
     if args.page:
         write_page('streams.md', simulated=simulated_table(steps), wall=table_in_seconds(runs))

@@ -336,6 +336,7 @@ def test_names_of_trl_and_trlx_are_ours(folder, capsys):
     assert 'trl.core.LengthSampler' in err and 'trlx.train' in err
     for line, sentence in (
         ('from trl import GRPOTrainer', "instead: chatgpt.trainer.PPOTrainer with advantage_estimator='grpo'"),
+        ('from trl import GRPOConfig', 'off_policy= for vllm_importance_sampling_mode'),
         ('from trlx import no_such_verb', 'trlx.no_such_verb is not served'),
     ):
         assert script(folder, f'{line}\n') == 1

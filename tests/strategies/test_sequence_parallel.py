@@ -3,7 +3,11 @@ refused models and settings."""
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chatgpt.batching import collate
-from chatgpt.nn import Actor, Critic, RewardModel
-from chatgpt.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.nn import Actor, Critic, RewardModel, actor, packing
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy, sequence_parallel
 from chatgpt.strategies.registry import strategy_by_name
-from chatgpt.strategies.sequence_parallel import check_sequences, copies_of_keys
+from chatgpt.strategies.sequence_parallel import SequenceGroup, check_sequences, copies_of_keys
 from chatgpt.testing.conformance import BF16, FP32, run_conformance
 from chatgpt.testing.processes import environment, run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -110,6 +114,14 @@ def steps(names: list[str], options: dict[str, Any]) -> list[dict[str, Any]]:
         return [step(strategy, made(name)) for name in names]
 
 
+def check_step(got: dict[str, Any], want: dict[str, Any], name: str) -> None:
+    assert got['loss'] == pytest.approx(want['loss'], rel=1e-5), name
+    assert got['norm'] == pytest.approx(want['norm'], rel=1e-5), name
+    for key, gradient in want['gradients'].items():
+        scale = max(float(gradient.abs().max()), 1e-2)  # the gradient of a key's bias is 0 up to rounding
+        assert float((got['gradients'][key] - gradient).abs().max()) < 2e-5 * scale, (name, key)
+
+
 @pytest.mark.parametrize(
     ('names', 'world_size', 'options'),
     [
@@ -126,17 +138,73 @@ def test_models_compute_what_one_process_computes(names, world_size, options):
         with NaiveStrategy(precision='fp32', device='cpu') as strategy:
             want = step(strategy, made(name))
         got = ranks[0][number]
-        assert got['loss'] == pytest.approx(want['loss'], rel=1e-5), name
-        assert got['norm'] == pytest.approx(want['norm'], rel=1e-5), name
-        for key, gradient in want['gradients'].items():
-            scale = max(float(gradient.abs().max()), 1e-2)  # the gradient of a key's bias is 0 up to rounding
-            assert float((got['gradients'][key] - gradient).abs().max()) < 2e-5 * scale, (name, key)
+        check_step(got, want, name)
         for rank in ranks if whole else ():
             for a, b in zip(rank[number]['numbers'], want['numbers'], strict=True):
                 for x, y in zip(a, b, strict=True):
                     assert torch.allclose(x, y, rtol=1e-5, atol=2e-5), name
             for a, b in zip(rank[number]['numbers'], got['numbers'], strict=True):  # to the bit within a rank
                 assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), name
+
+
+def faults() -> dict[str, Any]:
+    """Returns contexts with a fault each; the first has none."""
+    group, gather, heads = SequenceGroup, sequence_parallel._Gather.backward, SequenceGroup.to_heads
+    exchanged, run_trunk, head_outputs = group.exchanged, packing.run_trunk, actor.head_outputs
+
+    def heads_of_others(self: Any, *given: Any) -> Any:
+        query, key, value = heads(self, *given)
+        return query.roll(1, 1), key, value
+
+    def values_of_neighbours(self: Any, *given: Any) -> Any:
+        query, key, value = heads(self, *given)
+        return query, key, value.roll(1, 2)
+
+    def from_zero(*given: Any, position_ids: Any, **more: Any) -> Any:
+        return run_trunk(*given, position_ids=position_ids - position_ids[:, :1], **more)
+
+    def ids_of_first(model: Any, batch: Any) -> Any:
+        own = packing.own_actions(model, batch)
+        return replace(own, action_ids=batch.action_ids[: len(own.action_ids)])
+
+    def counted_twice(*given: Any) -> Any:
+        values, logits = head_outputs(*given)
+        return 2 * values - values.detach(), logits
+
+    return {
+        'none': nullcontext(),
+        'parts in the order of other processes': patch.object(group, 'exchanged', lambda *x: exchanged(*x).flip(0)),
+        'heads in another order': patch.object(group, 'to_heads', heads_of_others),
+        'values of the token before, over the borders of sequences': patch.object(
+            group, 'to_heads', values_of_neighbours
+        ),
+        'gradients of gathered states are a mean': patch.object(
+            sequence_parallel._Gather, 'backward', staticmethod(lambda *x: (gather(*x)[0] / 2, None))
+        ),
+        'positions begin at 0 in every part': patch.object(packing, 'run_trunk', from_zero),
+        'actions of the first part': patch.object(actor, 'own_actions', ids_of_first),
+        'gradient of the value head counts twice': patch.object(actor, 'head_outputs', counted_twice),
+    }
+
+
+def planted() -> dict[str, Any]:
+    found = {}
+    for name, fault in faults().items():
+        with fault, FSDPStrategy(precision='fp32', sequence_parallel=2, device='cpu') as strategy:
+            found[name] = step(strategy, made('actor'))
+    return found
+
+
+def test_planted_faults_are_found():
+    """The comparison of the test above fails for each of them."""
+    with NaiveStrategy(precision='fp32', device='cpu') as strategy:
+        want = step(strategy, made('actor'))
+    found = run_distributed(planted, 2)[0]
+    check_step(found.pop('none'), want, 'none')
+    assert len(found) == 7
+    for name, got in found.items():
+        with pytest.raises(AssertionError, match=re.escape(name)):  # it is in every message
+            check_step(got, want, name)
 
 
 class LogProbs(Actor):
@@ -194,18 +262,18 @@ def test_models_whose_rows_cannot_be_cut():
 
 def drops() -> str:
     with FSDPStrategy(precision='fp32', sequence_parallel=2, device='cpu') as strategy:
-        actor = Actor(language_model('gpt2', resid_pdrop=0.1))
-        actor, _ = strategy.prepare((actor, torch.optim.SGD(actor.parameters())))
+        model = Actor(language_model('gpt2', resid_pdrop=0.1))
+        model, _ = strategy.prepare((model, torch.optim.SGD(model.parameters())))
         with pytest.raises(ValueError) as error:
-            actor.train()(collate(tiny_sequences(2)))
+            model.train()(collate(tiny_sequences(2)))
         return str(error.value)
 
 
 def trains_with(dropout: float) -> str:
     """Returns the error of a trainer that is made with an actor in eval mode, '' if there is none."""
     with FSDPStrategy(precision='fp32', sequence_parallel=2, device='cpu') as strategy:
-        actor = Actor(language_model('gpt2', attn_pdrop=dropout)).eval()
-        pair = strategy.prepare((actor, torch.optim.SGD(actor.parameters())))
+        model = Actor(language_model('gpt2', attn_pdrop=dropout)).eval()
+        pair = strategy.prepare((model, torch.optim.SGD(model.parameters())))
         try:
             SFTTrainer(strategy, *pair, tiny_sequences(2), train_batch_size=2)
         except ValueError as error:

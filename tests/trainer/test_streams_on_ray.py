@@ -30,17 +30,21 @@ HERE = Path(__file__).resolve().parent
 
 
 @contextmanager
-def stream_engine() -> Iterator[RemoteEngine]:
+def cluster() -> Iterator[str]:
+    """Yields the address of a Ray with room for four actors."""
     ray = pytest.importorskip('ray')
-    from chatgpt.rollout.ray_workers import RayWorkers
-
     less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
     ray.init('local', num_cpus=4, object_store_memory=80 << 20, **less)
     try:
-        with RemoteEngine(RayWorkers(2, resources={'CPU': 1}), chunk_size=2, slice_tokens=2) as engine:
-            yield engine
+        yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
+
+
+def stream_engine(address: str) -> RemoteEngine:
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    return RemoteEngine(RayWorkers(2, resources={'CPU': 1}, address=address), chunk_size=2, slice_tokens=2)
 
 
 class Disturbs(Callback):
@@ -55,7 +59,7 @@ class Disturbs(Callback):
 
 
 def test_workers_serve_a_stream_beside_the_trainer_and_lose_nothing():
-    with stream_engine() as engine:
+    with cluster() as address, stream_engine(address) as engine:
         free = make(Disturbs(), engine=engine)
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='rollout worker 0 died')
@@ -71,7 +75,7 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 from stream_runs import fit, make, learned
-from test_streams_on_ray import stream_engine
+from test_streams_on_ray import cluster, stream_engine
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.stream import Stream
 
@@ -92,7 +96,7 @@ def killing(stream, request):  # an answer arrives after the first checkpoint
     receive(stream, request)
 
 Stream._receive = killing
-with stream_engine() as engine:
+with cluster() as address, stream_engine(address) as engine:
     trainer = make(Writes(), SaveCheckpoint(interval=1, keep_last=9), engine=engine, run_dir=folder)
     print('resumed', trainer.load_checkpoint('auto'), trainer.phase)
     fit(trainer)
@@ -129,10 +133,10 @@ def test_a_trainer_that_is_killed_in_a_stream_goes_on_from_its_checkpoint(tmp_pa
     assert torch.equal(weights(again), weights(trained))
 
 
-def on_ranks(folder: str, followed: str | None) -> list[Any]:
+def on_ranks(folder: str, address: str | None, followed: str | None) -> list[Any]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        if followed is None:
-            with stream_engine() as engine:
+        if address is not None:
+            with stream_engine(address) as engine:
                 trainer = fit(make(strategy=strategy, engine=engine))
         else:
             trainer = fit(make(strategy=strategy), schedule=schedules(followed)[strategy.rank])
@@ -141,7 +145,8 @@ def on_ranks(folder: str, followed: str | None) -> list[Any]:
 
 
 def test_two_ranks_have_actors_of_their_own(tmp_path):
-    free = run_distributed(on_ranks, 2, str(tmp_path / 'free'), None)
+    with cluster() as address:
+        free = run_distributed(on_ranks, 2, str(tmp_path / 'free'), address, None)
     assert free[0] == free[1]
     check_samples(free[0][0])
-    assert run_distributed(on_ranks, 2, str(tmp_path / 'again'), str(tmp_path / 'free')) == free
+    assert run_distributed(on_ranks, 2, str(tmp_path / 'again'), None, str(tmp_path / 'free')) == free

@@ -101,7 +101,7 @@ SERVED: dict[str, str] = {
 _GRPO = "advantage_estimator='grpo' (docs/algorithms/grpo.md)"
 INSTEAD: dict[str, str] = {
     'GRPOTrainer': f'chatgpt.trainer.PPOTrainer with {_GRPO}, and environment= for environment_factory',
-    'GRPOConfig': f'chatgpt.trainer.PPOConfig with {_GRPO}',
+    'GRPOConfig': f'chatgpt.trainer.PPOConfig with {_GRPO}, and off_policy= for vllm_importance_sampling_mode',
     'RLOOv2Trainer': 'RLOOTrainer',
     'KTOTrainer': 'chatgpt.trainer.KTOTrainer, or python -m chatgpt kto',
     'KTOConfig': 'chatgpt.trainer.KTOConfig, or python -m chatgpt kto',
