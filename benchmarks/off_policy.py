@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     'token_truncate': {'tis_cap': 2.0},
     'token_mask': {'tis_cap': 5.0, 'tis_floor': 0.5, 'off_policy': 'token_mask'},
     'sequence_truncate': {'tis_cap': 2.0, 'off_policy': 'sequence_truncate'},
+    'sequence_truncate_1': {'tis_cap': 1.0, 'off_policy': 'sequence_truncate'},
     'sequence_mask': {'tis_cap': 3.0, 'off_policy': 'sequence_mask'},
 }
 
@@ -124,7 +125,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = harness.script_parser(__doc__, 'off_policy.md')
-    cases = ['synchronous', 'no correction', 'sequence_truncate']
+    cases = ['synchronous', 'no correction', 'token_truncate', 'sequence_truncate', 'sequence_truncate_1']
     parser.add_argument('--cases', nargs='*', choices=CASES, default=cases)
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3, 4, 5])
     parser.add_argument(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from in_process_workers import InProcessWorkers
@@ -55,3 +57,22 @@ def check_samples(found: list[Any], phases: int = PHASES) -> None:
         for _, ids, _, first, each in phase:
             assert each[0] == first and each == sorted(each) and len(each) == len(ids)
             assert 0 <= number - each[0] <= 2 and each[-1] <= number
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """Yields the address of a Ray with room for four actors."""
+    import ray
+
+    less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
+    ray.init('local', num_cpus=4, object_store_memory=80 << 20, **less)
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def stream_engine(address: str) -> RemoteEngine:
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    return RemoteEngine(RayWorkers(2, resources={'CPU': 1}, address=address), chunk_size=2, slice_tokens=2)

@@ -9,42 +9,22 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stream_runs import PHASES, check_counts, check_samples, fit, learned, make
+from stream_runs import PHASES, check_counts, check_samples, cluster, fit, learned, make, stream_engine
 from tiny_runs import weights
 
-from chatgpt.rollout import RemoteEngine
 from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.checkpointing import schedules
 
+pytest.importorskip('ray')
 pytestmark = pytest.mark.system
 HERE = Path(__file__).resolve().parent
-
-
-@contextmanager
-def cluster() -> Iterator[str]:
-    """Yields the address of a Ray with room for four actors."""
-    ray = pytest.importorskip('ray')
-    less = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
-    ray.init('local', num_cpus=4, object_store_memory=80 << 20, **less)
-    try:
-        yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
-
-
-def stream_engine(address: str) -> RemoteEngine:
-    from chatgpt.rollout.ray_workers import RayWorkers
-
-    return RemoteEngine(RayWorkers(2, resources={'CPU': 1}, address=address), chunk_size=2, slice_tokens=2)
 
 
 class Disturbs(Callback):
@@ -74,8 +54,7 @@ def test_workers_serve_a_stream_beside_the_trainer_and_lose_nothing():
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
-from stream_runs import fit, make, learned
-from test_streams_on_ray import cluster, stream_engine
+from stream_runs import cluster, fit, learned, make, stream_engine
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.stream import Stream
 
