@@ -93,29 +93,36 @@ class VLLMEngine(BaseVLLMEngine):
     Args:
         pretrained: folder or hub name of the policy's config.json; no weights are read from it.
         memory_share: fraction of the device's memory that vLLM may use while it is awake.
-        options: further keyword arguments of `vllm.LLM`.
+        options: further keyword arguments of `vllm.LLM`. With tensor_parallel_size, so many neighbouring processes of
+            the run split the model over their devices; give the engine to `NeighboursEngine`.
 
     Raises:
-        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or several GPUs.
+        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or tensor_parallel_size
+            does not divide the number of processes.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
         check_options('VLLMEngine', options | {'memory_share': memory_share})
-        for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'data_parallel_size'):
+        for name in ('pipeline_parallel_size', 'data_parallel_size'):
             if options.get(name, 1) != 1:
                 raise ValueError(
-                    f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU, '
-                    'with prompts of its own; leave it out, or use rollout workers, which may own several GPUs each'
+                    f'VLLMEngine: {name}={options[name]!r}, but it runs within the training processes; leave it out, '
+                    'or use rollout workers, which may own several GPUs each'
                 )
+        processes, parts = int(os.environ.get('WORLD_SIZE', '1')), options.get('tensor_parallel_size', 1)
+        if parts < 1 or processes % parts:
+            raise ValueError(
+                f'VLLMEngine: tensor_parallel_size={parts} with {processes} training processes; start a multiple of it'
+            )
         import_vllm()
         from vllm.platforms import current_platform
 
         can_sleep = current_platform.is_sleep_mode_available()  # False on a CPU
         self.settings = llm_settings(pretrained, memory_share, enable_sleep_mode=can_sleep, **options)
-        # Each rank has its own engine, within the run's process group.
-        if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        # vLLM's processes are those of the run, within its process group.
+        if processes > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._has_head = True
         self._asleep: list[str] = []
@@ -203,7 +210,11 @@ def start(settings: Mapping[str, Any]) -> Any:
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):
-            return vllm.LLM(**settings)
+            llm = vllm.LLM(**settings)
+        if settings.get('distributed_executor_backend') == 'external_launcher':
+            # When the process ends, vLLM would destroy the process group, which is the strategy's and gone by then.
+            llm.llm_engine.engine_core._finalizer.detach()
+        return llm
     finally:
         torch.set_num_threads = set_num_threads  # vLLM replaces it by a function that does nothing
         torch.set_num_threads(num_threads)
