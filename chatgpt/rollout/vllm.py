@@ -233,14 +233,14 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def _settings_of_adapters(model: Any) -> dict[str, Any]:
-    """Returns keyword arguments of `vllm.LLM` for the adapters of a model. Raises ValueError for adapters that vLLM does
-    not take."""
+    """Returns keyword arguments of `vllm.LLM` for the adapters of a model. Raises ValueError if vLLM cannot have them
+    apart."""
     layers = lora_layers(model).values()
     rank = max((layer.r for layer in layers), default=0)
     if not 0 < rank <= _RANKS[-1] or any(layer.bias_mode != 'none' for layer in layers):
         raise ValueError(
-            f'VLLMEngine(adapters=True): needs LoRA adapters of rank 1 to {_RANKS[-1]} without trained biases, and this '
-            f'policy has rank {rank}; leave adapters out'
+            f'VLLMEngine(adapters=True): needs LoRA adapters of rank 1 to {_RANKS[-1]} without trained biases, and '
+            f'this policy has rank {rank}; leave adapters out'
         )
     return {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': next(r for r in _RANKS if r >= rank)}
 

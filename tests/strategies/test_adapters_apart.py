@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,9 +22,7 @@ def actor_with_adapters() -> Actor:
     return actor
 
 
-@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
-@pytest.mark.parametrize('kind', [NaiveStrategy, DDPStrategy])
-def test_whole_weights_are_yielded_with_adapters_unmerged(kind, precision):
+def check_unmerged(kind: Any, precision: str) -> None:
     with kind(device='cpu', precision=precision) as strategy:
         prepared = strategy.prepare(actor_with_adapters())
         before = {name: p.detach().clone() for name, p in strategy.unwrap(prepared).named_parameters()}
@@ -32,22 +32,27 @@ def test_whole_weights_are_yielded_with_adapters_unmerged(kind, precision):
             assert not any(module.training for module in full.modules())
             assert all(torch.equal(found[name], p) for name, p in before.items())
         with strategy.full_model(prepared) as full:  # negative control: folded
-            changed = [
-                n for n, p in full.named_parameters() if n in before and not torch.equal(p, before[n].to(p.dtype))
-            ]
-            assert any(name.endswith('c_attn.weight') for name in changed)
+            found = dict(full.named_parameters())
+            layer = next(name for name in before if name.endswith('c_attn.weight'))
+            assert not torch.equal(found[layer], before[layer].to(found[layer].dtype))
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+def test_whole_weights_are_yielded_with_adapters_unmerged(precision):
+    check_unmerged(NaiveStrategy, precision)
+
+
+def test_under_ddp_too():
+    run_distributed(check_unmerged, 2, DDPStrategy, 'bf16')
 
 
 def refusal() -> str:
     with FSDPStrategy(device='cpu') as strategy:
         prepared = strategy.prepare(actor_with_adapters())
-        with (
-            pytest.raises(ValueError, match='cannot stay apart') as raised,
-            strategy.full_model(prepared, folded=False),
-        ):
+        with pytest.raises(ValueError) as raised, strategy.full_model(prepared, folded=False):
             pass
     return str(raised.value)
 
 
 def test_shards_are_refused():
-    assert run_distributed(refusal, 2)[1].startswith('FSDPStrategy shards weights')
+    assert run_distributed(refusal, 2)[1].startswith('FSDPStrategy shards weights, and adapters cannot stay apart')
