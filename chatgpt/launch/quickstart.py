@@ -84,7 +84,7 @@ GIVEN_OTHERWISE: dict[str, str] = {
         ('need_optim_ckpt', 'save_adapter'), 'strategy.save_optimizer and export_peft write it from the trainer'
     ),
     **dict.fromkeys(
-        ('rollout_workers', 'rollout_chunk_size', 'rollout_slice_tokens', 'rollout_resources'),
+        ('rollout_workers', 'rollout_chunk_size', 'rollout_slice_tokens', 'rollout_resources', 'vllm_tensor_parallel'),
         'workers end with the run and the trainer stays: give PPOTrainer an engine of theirs',
     ),
 }

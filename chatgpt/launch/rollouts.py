@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from chatgpt.launch.runs import PPORun, Run
-from chatgpt.rollout import SharedEngine
+from chatgpt.rollout import NeighboursEngine, SharedEngine, VLLMEngine
 from chatgpt.rollout.shared import RankProcesses
 from chatgpt.rollout.vllm import check_sampling
 
@@ -45,10 +45,12 @@ def check_rollout_args(args: PPORun) -> None:
 
 @contextmanager
 def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
-    """Yields the engine of the run's workers, None without workers; they end with the context. Workers with vLLM are
-    shared by all ranks, others by the processes of one rank."""
+    """Yields the engine of the run's workers, or of neighbouring ranks, None without either; workers end with the
+    context. Workers with vLLM are shared by all ranks, others by the processes of one rank."""
     if not isinstance(args, PPORun) or not args.rollout_workers:
-        yield None
+        parts = getattr(args, 'vllm_tensor_parallel', 1)
+        vllm = VLLMEngine(args.pretrain, tensor_parallel_size=parts) if parts > 1 else None
+        yield vllm and NeighboursEngine(strategy, vllm, parts)
         return
     with _engine(args) as engine:
         if strategy is None or strategy.processes.world_size == 1:

@@ -196,6 +196,16 @@ PPO_RUN_RULES = [
         'episodes: leave it out',
     ),
     Rule(
+        lambda s: s.vllm_tensor_parallel > 1 and (s.engine != 'vllm' or s.rollout_workers),
+        'vllm_tensor_parallel={s.vllm_tensor_parallel} is about engine vllm in the training processes: give it, and no '
+        'rollout_workers, whose rollout_resources say how many GPUs each has',
+    ),
+    Rule(
+        lambda s: s.vllm_tensor_parallel > 1 and (s.tensor_parallel > 1 or s.sequence_parallel > 1),
+        'vllm_tensor_parallel: the processes of a rank generate its prompts apart; leave tensor_parallel and '
+        'sequence_parallel out, or use rollout_workers',
+    ),
+    Rule(
         lambda s: s.rollout_workers and s.engine not in ('auto', 'local', 'vllm'),
         'rollout workers generate with the local engine or vLLM: --engine {s.engine} does not fit --rollout_workers',
     ),

@@ -302,6 +302,9 @@ class RolloutSettings(Settings):
     rollout_resources: dict[str, float] | None = None
     """resources of each worker: {CPU: threads, GPU: devices}; vllm splits the model over the GPUs. none: as many
     threads as this process, with vllm one GPU"""
+    vllm_tensor_parallel: int = 1
+    """with engine vllm and no rollout_workers: number of neighbouring training processes that generate together, each
+    with a part of the model on its GPU"""
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chatgpt.rollout.remote import RolloutWorkers as RolloutWorkers
     from chatgpt.rollout.sampling import SamplingParams as SamplingParams
     from chatgpt.rollout.sampling import from_generation_kwargs as from_generation_kwargs
+    from chatgpt.rollout.shared import NeighboursEngine as NeighboursEngine
     from chatgpt.rollout.shared import SharedEngine as SharedEngine
     from chatgpt.rollout.stop import StopStrings as StopStrings
     from chatgpt.rollout.stream import stream_tokens as stream_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -47,6 +47,8 @@ class Abilities:
     """supports `converse`: its cache is kept between the turns of an episode"""
     takes_environments: bool = False
     """supports `put_around`: environments run in its workers"""
+    takes_adapters: bool = False
+    """`begin` takes a policy whose adapters are not merged, and reads its weights only once"""
     spans_ranks: bool = False
     """every call except `cancel` and `end` is a collective of all ranks"""
 
@@ -192,7 +194,7 @@ class CheckedEngine(RolloutEngine):
             self.hold(actor)
         else:
             check_policy(actor, type(self).__name__)
-            with merged(actor.model):
+            with nullcontext() if self.abilities.takes_adapters else merged(actor.model):
                 tensors, self.difference = self.tensors_of(actor.model), None
                 self.expect(Handshake.of(actor, type(self).__name__, self.tolerance))
                 self.transfer(actor.model, tensors)

@@ -1,4 +1,5 @@
-"""An engine shared by all ranks, with workers owned by rank 0, or by the processes of one rank (`RankProcesses`).
+"""Engines shared by ranks. A `SharedEngine` has workers owned by rank 0, or by the first process of a rank
+(`RankProcesses`); the tokens of a `NeighboursEngine` are computed by neighbouring ranks together.
 
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
 
@@ -119,3 +120,27 @@ class SharedEngine(EngineAround):
 
     def close(self) -> None:
         self.engine.close()
+
+
+class NeighboursEngine(EngineAround):
+    """An engine whose tokens `size` neighbouring ranks compute together: a `VLLMEngine` with tensor parallelism. Each
+    generates the prompts of all, in the same order, and keeps the samples of its own.
+
+    Args:
+        ranks: the strategy; each of its ranks is one process.
+        engine: created alike on every rank.
+        size: number of ranks of a group: rank r is in group r // size.
+    """
+
+    def __init__(self, ranks: Ranks, engine: RolloutEngine, size: int) -> None:
+        super().__init__(engine)
+        self.ranks, self.size, self.abilities = ranks, size, replace(engine.abilities, spans_ranks=True)
+
+    def generate(self, call: Call) -> list[Sample]:
+        # the stop callable is not sent: an engine that takes one calls this rank's
+        shares = self.ranks.all_gather_object(replace(call, sampling=replace(call.sampling, stop=None)))
+        first = self.ranks.rank // self.size * self.size
+        group = shares[first : first + self.size]
+        samples = self.engine.generate(replace(joined(group), sampling=call.sampling))
+        start = sum(len(share.prompts) for share in group[: self.ranks.rank - first])
+        return samples[start : start + len(call.prompts)]

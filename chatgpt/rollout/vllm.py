@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine
 from chatgpt.rollout.randomness import stream_keys
@@ -65,6 +70,8 @@ class BaseVLLMEngine(CheckedEngine):
 
     abilities = Abilities(copies_weights=False, exact_logprobs=False)
     llm: Any = None
+    adapter: Any = None
+    """vLLM's request for the policy's adapters, if they are not merged into its weights"""
 
     def check(self, config: Any, call: Call) -> list[int]:
         check_sampling(call.sampling)
@@ -83,7 +90,7 @@ class BaseVLLMEngine(CheckedEngine):
         keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
         params = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
         given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
-        outputs = self.llm.generate(given, params, use_tqdm=False)
+        outputs = self.llm.generate(given, params, use_tqdm=False, lora_request=self.adapter)
         return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(outputs)]
 
 
@@ -93,31 +100,49 @@ class VLLMEngine(BaseVLLMEngine):
     Args:
         pretrained: folder or hub name of the policy's config.json; no weights are read from it.
         memory_share: fraction of the device's memory that vLLM may use while it is awake.
-        options: further keyword arguments of `vllm.LLM`.
+        adapters: the policy's LoRA adapters are sent alone in every phase, and its other weights, which must be frozen,
+            in the first; between the phases they wait in host memory. Not under FSDP and ColossalAI.
+        options: further keyword arguments of `vllm.LLM`. With tensor_parallel_size, so many neighbouring processes of
+            the run split the model over their devices; give the engine to `NeighboursEngine`.
 
     Raises:
-        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or several GPUs.
+        ImportError: vLLM is not installed. ValueError: an option that the engine sets itself, or tensor_parallel_size
+            does not divide the number of processes.
     """
 
     abilities = Abilities(exact_logprobs=False, copies_weights=True)
 
-    def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
+    def __init__(
+        self,
+        pretrained: str | os.PathLike[str],
+        *,
+        memory_share: float = 0.4,
+        adapters: bool = False,
+        **options: Any,
+    ) -> None:
         check_options('VLLMEngine', options | {'memory_share': memory_share})
-        for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'data_parallel_size'):
+        for name in ('pipeline_parallel_size', 'data_parallel_size'):
             if options.get(name, 1) != 1:
                 raise ValueError(
-                    f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU, '
-                    'with prompts of its own; leave it out, or use rollout workers, which may own several GPUs each'
+                    f'VLLMEngine: {name}={options[name]!r}, but it runs within the training processes; leave it out, '
+                    'or use rollout workers, which may own several GPUs each'
                 )
+        processes, parts = int(os.environ.get('WORLD_SIZE', '1')), options.get('tensor_parallel_size', 1)
+        if parts < 1 or processes % parts:
+            raise ValueError(
+                f'VLLMEngine: tensor_parallel_size={parts} with {processes} training processes; start a multiple of it'
+            )
         import_vllm()
         from vllm.platforms import current_platform
 
         can_sleep = current_platform.is_sleep_mode_available()  # False on a CPU
         self.settings = llm_settings(pretrained, memory_share, enable_sleep_mode=can_sleep, **options)
-        # Each rank has its own engine, within the run's process group.
-        if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        # vLLM's processes are those of the run, within its process group.
+        if processes > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._has_head = True
+        self.abilities = replace(type(self).abilities, takes_adapters=adapters)
+        self._folder: Any = None  # of the adapters that vLLM has; None before the first
         self._asleep: list[str] = []
         """the parts without memory; vLLM falls asleep as a whole, wakes up by parts, and ignores `sleep` while
         asleep"""
@@ -129,18 +154,45 @@ class VLLMEngine(BaseVLLMEngine):
         if self.llm is None:
             if self.settings['enable_sleep_mode']:  # vLLM's allocator does not go with segments that grow
                 torch._C._accelerator_setAllocatorSettings('expandable_segments:False')
-            self.llm = start(self.settings)
+            self.llm = start(self.settings | (_settings_of_adapters(model) if self.abilities.takes_adapters else {}))
             self.dtype, self._has_head = self.llm.model_config.dtype, has_head(self.llm)
             self._sleep()
         try:
             self._wake_up('weights')
-            # not load_weights: vLLM also has to repeat what it derives from weights when it loads them
-            wanted = tensors if self._has_head else unique_tensors(tensors)
-            self.llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
+            if self._folder is None:
+                # not load_weights: vLLM also has to repeat what it derives from weights when it loads them
+                wanted = tensors if self._has_head else unique_tensors(tensors)
+                with self._without_adapters():
+                    self.llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(wanted.items())})
+            if self.abilities.takes_adapters:
+                self._send_adapters(model)
             self.llm.reset_prefix_cache()  # its keys and values are those of the previous weights
         except BaseException:
             self._sleep()
             raise
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        """Context in which vLLM's layers have the names of a model without adapters."""
+        if self.abilities.takes_adapters:
+            self.llm.apply_model(_unwrap)
+        try:
+            yield
+        finally:
+            if self.abilities.takes_adapters:
+                self.llm.apply_model(_wrap)
+
+    def _send_adapters(self, model: Any) -> None:
+        from vllm.lora.request import LoRARequest
+
+        folder = tempfile.TemporaryDirectory(prefix='chatgpt_vllm_')
+        export_peft(model, folder.name)
+        engine, before = self.llm.llm_engine, self.adapter
+        if before is not None:
+            engine.remove_lora(before.lora_int_id)
+        self.adapter = LoRARequest('policy', 1 if before is None else before.lora_int_id + 1, folder.name)
+        engine.add_lora(self.adapter)
+        self._folder = folder
 
     def end(self) -> None:
         """Frees the device's memory."""
@@ -158,7 +210,7 @@ class VLLMEngine(BaseVLLMEngine):
         if self._asleep == ['weights', 'kv_cache'] or not self.settings['enable_sleep_mode']:
             return
         self._wake_up('kv_cache')  # vLLM considers itself asleep while any part is
-        self.llm.sleep(level=2)
+        self.llm.sleep(level=1 if self.abilities.takes_adapters else 2)
         self._asleep = ['weights', 'kv_cache']
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
@@ -174,6 +226,42 @@ def has_head(llm: Any) -> bool:
 
 def _has_head(model: Any) -> bool:
     return any(type(module).__name__ == 'ParallelLMHead' for module in model.modules())
+
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""values of vLLM's `max_lora_rank`"""
+
+
+def _settings_of_adapters(model: Any) -> dict[str, Any]:
+    """Returns keyword arguments of `vllm.LLM` for the adapters of a model. Raises ValueError if vLLM cannot have them
+    apart."""
+    layers = lora_layers(model).values()
+    rank = max((layer.r for layer in layers), default=0)
+    if not 0 < rank <= _RANKS[-1] or any(layer.bias_mode != 'none' for layer in layers):
+        raise ValueError(
+            f'VLLMEngine(adapters=True): needs LoRA adapters of rank 1 to {_RANKS[-1]} without trained biases, and '
+            f'this policy has rank {rank}; leave adapters out'
+        )
+    return {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': next(r for r in _RANKS if r >= rank)}
+
+
+def _unwrap(model: Any) -> None:
+    """Puts layers in the place of those that add an adapter to them."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name != 'base_layer' and isinstance(getattr(child, 'base_layer', None), torch.nn.Module)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    model.__dict__['wrapped_layers'] = wrapped
+
+
+def _wrap(model: Any) -> None:
+    """Undoes `_unwrap`."""
+    for parent, name, child in model.__dict__.pop('wrapped_layers', ()):
+        setattr(parent, name, child)
 
 
 def _clear_cache(worker: Any) -> None:
@@ -203,7 +291,11 @@ def start(settings: Mapping[str, Any]) -> Any:
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with torch.random.fork_rng(devices=[]):
-            return vllm.LLM(**settings)
+            llm = vllm.LLM(**settings)
+        if settings.get('distributed_executor_backend') == 'external_launcher':
+            # When the process ends, vLLM would destroy the process group, which is the strategy's and gone by then.
+            llm.llm_engine.engine_core._finalizer.detach()
+        return llm
     finally:
         torch.set_num_threads = set_num_threads  # vLLM replaces it by a function that does nothing
         torch.set_num_threads(num_threads)

@@ -282,6 +282,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         *,
         whole: bool = False,
         read_only: bool = False,
+        folded: bool = True,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
         """Yields a plain copy with full weights, gathered one tensor at a time in `dtype`, LoRA merged.
@@ -291,6 +292,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         folder, for saving. Under tensor parallelism it holds this process's part of the weights; with `whole` all of
         them, in host memory.
         """
+        if not folded:
+            raise ValueError(f'{type(self).__name__} shards weights, and adapters cannot stay apart from them')
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
         parts = self._parts_of(module)
         too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)

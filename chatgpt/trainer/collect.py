@@ -173,7 +173,8 @@ class Collector:
         """Context in which the engine has the policy's weights."""
         with self.draws.alone, ExitStack() as held:
             copies = self.engine.abilities.copies_weights
-            full = (policy or self.policy)(whole=copies, read_only=copies)
+            apart = {'folded': False} if self.engine.abilities.takes_adapters else {}
+            full = (policy or self.policy)(whole=copies, read_only=copies, **apart)
             self.engine.begin(held.enter_context(full))
             self.strategy.keep_copy(self.engine.generator, self.engine.keeping)
             if copies:

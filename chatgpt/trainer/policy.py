@@ -43,8 +43,8 @@ class Policy:
 
     @contextmanager
     def generating(self, **needs: Any) -> Iterator[Any]:
-        """Yields the model that an engine generates with during a collect phase. `needs`: `whole` and `read_only` of
-        `Strategy.full_model`."""
+        """Yields the model that an engine generates with during a collect phase. `needs`: `whole`, `read_only` and
+        `folded` of `Strategy.full_model`."""
         with self.strategy.full_model(self.actor, **needs) as full:
             yield full
 

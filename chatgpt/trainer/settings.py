@@ -65,7 +65,7 @@ RANGES: dict[str, dict[str, str]] = {
     'PPORun': {
         'num_episodes': COUNT, 'max_timesteps': COUNT, 'update_timesteps': COUNT, 'max_prompt_tokens': COUNT, 'sample_interval': COUNT,
         'eval_interval': COUNT, 'eval_episodes': NOT_NEGATIVE, 'num_layers_unfrozen': '[-1, inf)', 'ema_decay': '(0, 1)', 'critic_lr': NOT_NEGATIVE,
-        'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT, 'rollout_slice_tokens': COUNT,
+        'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT, 'rollout_slice_tokens': COUNT, 'vllm_tensor_parallel': COUNT,
     },
 }  # fmt: skip
 """class -> setting -> interval (round brackets exclude the end), with the reason where it is not obvious; derived

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from chatgpt.launch import rollouts
 from chatgpt.launch.rollouts import check_rollout_args, rollout_engine
 from chatgpt.launch.runs import PPORun
-from chatgpt.rollout import SharedEngine, VLLMRemoteEngine
+from chatgpt.rollout import NeighboursEngine, SharedEngine, VLLMRemoteEngine
 from chatgpt.rollout.cluster import lack_of_room
+from chatgpt.rollout.engine import CheckedEngine
 
 
 def test_the_time_limit_of_an_actor_is_below_that_of_ranks():
@@ -43,10 +46,35 @@ def test_workers_that_ranks_share_take_no_parts_of_responses():
         assert engine.slice_tokens == 8
 
 
+def test_neighbouring_processes_share_a_vllm(monkeypatch):
+    made: list[tuple[Any, int]] = []
+
+    class Recording(CheckedEngine):
+        def __init__(self, pretrained: str, *, tensor_parallel_size: int) -> None:
+            made.append((pretrained, tensor_parallel_size))
+
+        def answer(self, call: Any, limits: list[int]) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(rollouts, 'VLLMEngine', Recording)
+    strategy = SimpleNamespace(rank=1)
+    with rollout_engine(PPORun(engine='vllm', pretrain='gpt2', vllm_tensor_parallel=2), strategy) as engine:
+        assert type(engine) is NeighboursEngine and engine.ranks is strategy and engine.size == 2
+        assert made == [('gpt2', 2)]
+    with rollout_engine(PPORun(engine='vllm', pretrain='gpt2'), strategy) as engine:
+        assert engine is None  # each process has its own
+
+
 @pytest.mark.parametrize(
     ('settings', 'why'),
     [
         ({'engine': 'hf', 'rollout_workers': 1}, 'generate with the local engine or vLLM: --engine hf does not fit'),
+        ({'vllm_tensor_parallel': 2}, 'is about engine vllm in the training processes'),
+        ({'engine': 'vllm', 'rollout_workers': 1, 'vllm_tensor_parallel': 2}, 'whose rollout_resources say how many'),
+        (
+            {'engine': 'vllm', 'vllm_tensor_parallel': 2, 'strategy': 'fsdp', 'tensor_parallel': 2},
+            'the processes of a rank generate its prompts apart',
+        ),
         ({'engine': 'vllm', 'top_k': 5}, 'VLLMEngine cannot do top_k=5'),
         ({'engine': 'vllm', 'stop_string': ['end']}, r"VLLMEngine cannot do stop=\['end'\]"),
     ],

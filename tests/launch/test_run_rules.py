@@ -27,7 +27,7 @@ ALONE: dict[str, Any] = {'lora_alpha': 3.0, 'lora_dropout': 0.1, 'lora_target_mo
 ALONE |= {'save_adapter': True, 'quantize': 'nf4', 'shared_trunk': True, 'value_coef': 0.5, 'model': 'deberta'}
 ALONE |= {'temperature': 0.0, 'ptx_coef': 0.1, 'ptx_data': 'a', 'environment': OWN, 'eval_episodes': 3, 'max_turns': 3}
 ALONE |= {'environment_options': {'numbers': 3}, 'max_turn_tokens': 3, 'step_timeout_s': 3.0, 'rollout_chunk_size': 1}
-ALONE |= {'rollout_slice_tokens': 8}
+ALONE |= {'rollout_slice_tokens': 8, 'vllm_tensor_parallel': 2}
 ALONE |= {'environment_workers': 'processes', 'num_environment_workers': 3, 'rollout_resources': {'CPU': 1.0}}
 ALONE |= {'reward_weights': {'reward': 1.0}}
 PPO_TOGETHER: list[dict[str, Any]] = [
@@ -59,6 +59,8 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     {'prompt_path': 'a', 'reward_fn': 'a:b'},
     {'max_staleness': 1, 'tis_cap': 2.0},
     {'rollout_workers': 1, 'engine': 'hf'},
+    {'engine': 'vllm', 'vllm_tensor_parallel': 2, 'rollout_workers': 1},
+    {'engine': 'vllm', 'vllm_tensor_parallel': 2} | FSDP,
     {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'max_staleness': 1},
     GAME | {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'rollout_chunk_size': 2, 'max_staleness': 1},
 ]

@@ -19,7 +19,16 @@ from torch import nn
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.nn.ilql import ILQLModel
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import Call, LocalEngine, RemoteEngine, SamplingParams, SharedEngine, compare_samples, vllm_remote
+from chatgpt.rollout import (
+    Call,
+    LocalEngine,
+    NeighboursEngine,
+    RemoteEngine,
+    SamplingParams,
+    SharedEngine,
+    compare_samples,
+    vllm_remote,
+)
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
@@ -435,6 +444,33 @@ def actor_with_adapters(lora_rank: int) -> Actor:
             if 'lora_B' in name:
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
     return made
+
+
+def generate_with_neighbours() -> dict[str, Any]:
+    asked: list[list[int]] = []
+
+    class Watched(LocalEngine):
+        def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+            asked.append(list(call.indices))
+            return super().answer(call, limits)
+
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        engine = NeighboursEngine(strategy, Watched(), 2)
+        first, number = 2 * strategy.rank, 0 if strategy.rank == 3 else 2
+        actor = Actor(tiny_causal_lm('gpt2'))
+        collector = Collector(strategy, engine, FEW, policy=lambda **_: nullcontext(actor))
+        mine = numbered_prompts(6)[first : first + number]
+        samples = versions(collector.generate(mine, indices=range(first, first + number)))
+    return {'samples': samples, 'asked': asked}
+
+
+def test_neighbours_generate_each_others_prompts_and_keep_their_own_samples():
+    local = LocalEngine()
+    local.begin(Actor(tiny_causal_lm('gpt2')))
+    expected = versions(local.generate(Call.of(numbered_prompts(6), FEW, seed=3, indices=range(6))))
+    ranks = run_distributed(generate_with_neighbours, 4)
+    assert [r['samples'] for r in ranks] == [expected[:2], expected[2:4], expected[4:], []]
+    assert [r['asked'] for r in ranks] == [[[0, 1, 2, 3]], [[0, 1, 2, 3]], [[4, 5]], [[4, 5]]]
 
 
 def generate_from_shards(engine_kind: str, tensor_parallel: int, lora_rank: int) -> dict[str, Any]:

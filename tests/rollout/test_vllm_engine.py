@@ -112,7 +112,8 @@ def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, 
 def test_mistakes_are_named(fake_vllm, folder):
     for option, message in (
         ({'load_format': 'auto'}, "sets 'load_format' itself"),
-        ({'tensor_parallel_size': 2}, 'tensor_parallel_size=2, but it runs within each training process'),
+        ({'tensor_parallel_size': 2}, 'tensor_parallel_size=2 with 1 training processes; start a multiple'),
+        ({'pipeline_parallel_size': 2}, 'pipeline_parallel_size=2, but it runs within the training processes'),
         ({'memory_share': 1.5}, 'memory_share'),
     ):
         with pytest.raises(ValueError, match=message):

@@ -290,12 +290,15 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         *,
         whole: bool = False,
         read_only: bool = False,
+        folded: bool = True,
         on_disk: str | os.PathLike[str] | None = None,
     ) -> Iterator[nn.Module]:
         """See `Strategy.full_model`. Stages 1 and 2 without LoRA yield the module itself, otherwise a gathered copy."""
         from chatgpt.nn import lora
         from chatgpt.nn.trunk import in_eval_mode
 
+        if not folded:
+            raise ValueError(f'{type(self).__name__} shards weights, and adapters cannot stay apart from them')
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
         engine = self._engines.get(id(module))
         if engine is None:

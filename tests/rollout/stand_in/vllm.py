@@ -128,7 +128,10 @@ class LLM:
         return self.model
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Any], sampling_params: Any = None, *, use_tqdm: Any = True) -> list[Any]:
+    def generate(
+        self, prompts: Sequence[Any], sampling_params: Any = None, *, use_tqdm: Any = True, lora_request: Any = None
+    ) -> list[Any]:
+        assert lora_request is None, 'adapters are tested with vLLM itself'
         assert self.awake == {'weights', 'kv_cache'} and not any(w.updating for w in self.workers)
         gate = os.environ.get('STAND_IN_GATE')
         while gate and not os.path.exists(gate):
