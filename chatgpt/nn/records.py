@@ -80,7 +80,7 @@ def moved(strategy: Communicator, records: SequenceOf[Any], ranks: SequenceOf[in
     for record, rank in zip(records, ranks, strict=True):
         if rank != record.rank == strategy.rank:
             sent[rank] += [_bytes(tensor) for tensor in _tensors(record).values()]
-    device = next((r.response_ids.device for r in records if is_here(r)), torch.device('cpu'))
+    device = records[0].response_mask.device if records else 'cpu'
     nothing = torch.zeros(0, dtype=torch.uint8, device=device)
     received = [(flat, 0) for flat in strategy.exchange([torch.cat([nothing, *parts]) for parts in sent])]
     found = list(records)
@@ -104,7 +104,8 @@ def _tensors(record: Any) -> dict[str, Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    flat = tensor.detach().contiguous().as_strided((len(tensor),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8)
 
 
 def fetched(strategy: Communicator, records: SequenceOf[R]) -> list[R]:
