@@ -245,7 +245,8 @@ def phases(numbers: dict[str, Any]) -> str:
         seconds = phase_s(found, case)
         weights = 2 * found['weights'] * case.workers
         records = found['record'] * PROMPTS * SAMPLES if case.training > 1 else 0
-        own, update = records / case.ranks, records / case.ranks / UPDATES
+        own = records / case.ranks
+        update = own / UPDATES if case.ranks > 1 else 0
         on_machine = (own + update) * min(MACHINE, case.training)
         sent = [three(weights / GB), three(weights / PORT), f'{weights / PORT / seconds:.0%}'] if weights else ['-'] * 3
         held = [three(size / GB) if size else '-' for size in (records, own, 2 * update, on_machine)]
