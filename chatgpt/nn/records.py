@@ -94,6 +94,8 @@ def moved(strategy: Communicator, records: SequenceOf[Any], ranks: SequenceOf[in
             tensors[name], start = flat[start:stop].clone().view(empty.dtype), stop
         received[record.rank] = flat, start
         found[i] = replace(record, **tensors)
+    if any(start != len(flat) for flat, start in received):
+        raise RuntimeError('a rank has sent records of other lengths or dtypes than their outlines say')
     return found
 
 
