@@ -13,6 +13,7 @@ from torch import Tensor
 from chatgpt.functional.masking import joined_moments, masked_mean, masked_var, moments, whiten
 from chatgpt.nn.records import fetched, is_here, lengths_only, moved, numbers, shared
 from chatgpt.strategies import DDPStrategy, FSDPStrategy
+from chatgpt.strategies.ranks import Ranks
 from chatgpt.strategies.sums import ExactSums, Sums
 from chatgpt.testing.processes import run_distributed
 from chatgpt.types import Experience
@@ -111,7 +112,11 @@ def test_records_of_two_ranks():
 def exchanged() -> list[list[float]]:
     with DDPStrategy(seed=0, device='cpu') as strategy:
         sent = [torch.arange(3.0) + 10 * strategy.rank, torch.zeros(0) if strategy.rank else torch.ones(2)]
-        return [t.tolist() for t in strategy.exchange(sent)]
+        found = [t.tolist() for t in strategy.exchange(sent)]
+        assert [t.tolist() for t in Ranks.exchange(strategy.ranks, sent)] == found, 'as built on the other members'
+        parts = ['a', 'b'] if strategy.rank == 0 else ['not read', 'not read']
+        assert strategy.scatter_object(parts) == Ranks.scatter_object(strategy.ranks, parts) == 'ab'[strategy.rank]
+        return found
 
 
 def test_ranks_exchange_tensors_of_different_lengths():

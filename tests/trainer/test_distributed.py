@@ -12,10 +12,12 @@ from tiny_runs import PROMPTS, check_outcome, close, outcome, ppo
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
+from chatgpt.nn.records import is_here
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import strategies
+from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.run_control import RankMismatchError, check_ranks
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Sequence
@@ -34,10 +36,14 @@ def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
             calls.append(len(prompts))
             return [float(sum(c in 'aeiou0123456789' for c in r)) for r in responses]
 
+        held: Any = Callback()
+        held.here = []
+        held.on_learn_epoch_start = lambda trainer, epoch: held.here.append([is_here(e) for e in trainer.buffer])
         with getattr(strategies, kind)(seed=3, device='cpu', **options) as strategy:
-            trainer = ppo(strategy, reward, lr=LR, score_scaling='running', whiten_rewards=True, **SIZES)
+            settings = {'score_scaling': 'running', 'whiten_rewards': True, 'callbacks': [held]}
+            trainer = ppo(strategy, reward, lr=LR, **settings, **SIZES)
             trainer.fit([*PROMPTS, 'a seven'], 1, PHASES, 1)
-            found.append(outcome(strategy, trainer, calls=calls))
+            found.append(outcome(strategy, trainer, calls=calls, here=held.here))
     return found
 
 
@@ -48,6 +54,9 @@ def test_two_processes_equal_one():
         assert (first['samples'], first['metrics']) == (second['samples'], second['metrics'])
         # the reward function is called once for the whole batch of a timestep
         assert (first['calls'], second['calls']) == ([8] * PHASES, [])
+        # each rank has the list of all records, and holds those that it scored
+        assert first['here'] == [[True] * 4 + [False] * 4] * PHASES * EPOCHS
+        assert second['here'] == [[False] * 4 + [True] * 4] * PHASES * EPOCHS
 
 
 DIFFERENCES = {
