@@ -27,6 +27,16 @@ LAYOUTS = [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_off
 SIZES = {'experience_batch_size': 8, 'max_epochs': EPOCHS, 'max_new_tokens': 8, 'max_tokens_per_batch': 48}
 
 
+class Held(Callback):
+    """Notes which records of the buffer this rank holds, in each pass."""
+
+    def __init__(self) -> None:
+        self.here: list[list[bool]] = []
+
+    def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
+        self.here.append([is_here(e) for e in trainer.buffer])
+
+
 def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     found = []
     for kind, options in layouts:
@@ -36,9 +46,7 @@ def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
             calls.append(len(prompts))
             return [float(sum(c in 'aeiou0123456789' for c in r)) for r in responses]
 
-        held: Any = Callback()
-        held.here = []
-        held.on_learn_epoch_start = lambda trainer, epoch: held.here.append([is_here(e) for e in trainer.buffer])
+        held = Held()
         with getattr(strategies, kind)(seed=3, device='cpu', **options) as strategy:
             settings = {'score_scaling': 'running', 'whiten_rewards': True, 'callbacks': [held]}
             trainer = ppo(strategy, reward, lr=LR, **settings, **SIZES)
