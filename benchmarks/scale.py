@@ -245,14 +245,15 @@ def phases(numbers: dict[str, Any]) -> str:
         seconds = phase_s(found, case)
         weights = 2 * found['weights'] * case.workers
         records = found['record'] * PROMPTS * SAMPLES if case.training > 1 else 0
-        copies = case.part('tensor_parallel') * case.part('sequence_parallel')
-        pickled = records * case.timestep / PROMPTS
-        on_machine = (records + pickled) * min(MACHINE, case.training)
+        own = records / case.ranks
+        update = own / UPDATES if case.ranks > 1 else 0
+        on_machine = (own + update) * min(MACHINE, case.training)
         sent = [three(weights / GB), three(weights / PORT), f'{weights / PORT / seconds:.0%}'] if weights else ['-'] * 3
-        held = [three(size / GB) if size else '-' for size in (records, pickled * copies, on_machine)]
+        held = [three(size / GB) if size else '-' for size in (records, own, 2 * update, on_machine)]
         rows.append([case.model, case.cards, case.name, three(seconds), *sent, *held])
     head = 'model | cards | arrangement | phase, s | weights out of rank 0, GB | s | of the phase'
-    return markdown(f'{head} | records, GB | while gathered, on each card, GB | in host memory, one machine, GB', rows)
+    held = 'of a rank, GB | while they move, on each card, GB | in host memory, one machine, GB'
+    return markdown(f'{head} | records, GB | {held}', rows)
 
 
 def three(value: float) -> str:

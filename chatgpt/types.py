@@ -174,14 +174,17 @@ class Experience(Sample):
     """dense scores, if the scorer returns one per token"""
     weighted_scores: tuple[tuple[float, float], ...] = ()
     """(weight, score) of each reward, if the scorer is a weighted list; `score` is their sum"""
+    rank: int = 0
+    """the rank that holds its tensors (`chatgpt.nn.records`)"""
 
 
 def tensors_to(record: Any, device: torch.device | str) -> Any:
-    """Returns a copy of a record with every tensor field on `device`."""
-    return _with_tensors(record, lambda tensor: tensor.to(device))
+    """Returns a copy of a record with every tensor field on `device`, except those that another rank holds."""
+    return with_tensors(record, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def _with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def with_tensors(record: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a copy of a record with `change` applied to every tensor field."""
     values = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
     return replace(record, **{name: change(value) for name, value in values.items()})
 
@@ -226,7 +229,7 @@ class Packing:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Packing:
         """Returns a copy with `change` applied to every tensor."""
-        return replace(_with_tensors(self, change), groups=tuple(_with_tensors(g, change) for g in self.groups))
+        return replace(with_tensors(self, change), groups=tuple(with_tensors(g, change) for g in self.groups))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -287,4 +290,4 @@ class Batch:
         """Returns a copy with `change` applied to every tensor, packing and columns included."""
         packing = None if self.packing is None else self.packing.changed(change)
         columns = {name: change(column) for name, column in self.columns.items()}
-        return replace(_with_tensors(self, change), packing=packing, columns=columns)
+        return replace(with_tensors(self, change), packing=packing, columns=columns)

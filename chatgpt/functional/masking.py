@@ -6,6 +6,8 @@ Values where the mask is False are never read: they may be NaN or infinite.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,37 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     return _variance(x, mask, count, mean, unbiased).to(x.dtype)
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8) -> Tensor:
+def moments(x: Tensor, mask: Tensor) -> Tensor:
+    """Returns the number of tokens that count, their sum, and the sum of squares of their deviations from the mean,
+    (3,) fp64. Arguments as in `masked_sum`."""
+    _check(x, mask)
+    count, mean = _moments(x, mask)
+    return torch.stack([count, _kept(x, mask).sum(), _squares(x, mask, mean)])
+
+
+def joined_moments(parts: Tensor) -> Tensor:
+    """Returns the moments of the tokens of several sequences together, (3,) fp64, from those of each, (M, 3).
+
+        S = Σ_i S_i + n_i (m_i − m)²      squares of deviations from the mean m of all, with the mean m_i of each
+
+    Every sum is rounded once, so it does not depend on the order. Source: Chan, Golub & LeVeque 1979.
+    """
+    counts, sums, squares = parts.double().cpu().T.tolist()
+    count, total = math.fsum(counts), _rounded_once(sums)
+    mean = total / max(count, 1.0)
+    apart = [n * (x / max(n, 1.0) - mean) ** 2 for n, x in zip(counts, sums, strict=True)]
+    return torch.tensor([count, total, _rounded_once([*squares, *apart])], dtype=torch.float64)
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    over: Tensor | None = None,
+) -> Tensor:
     """(x − mean) / sqrt(var + eps) over the tokens that count; with `shift_mean=False` x / sqrt(var + eps).
 
     Advantages are shifted and scaled, rewards only scaled: shifted rewards would reward or punish every further token
@@ -53,19 +85,25 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool =
         x: any shape, floating point.
         mask: same shape, bool, True = counts.
         shift_mean: True subtracts the mean. False keeps the sign of every value.
+        over: (3,) `moments` that give mean and variance, of more tokens than these; None: those of x.
 
     Returns:
         x's shape and dtype, 0 where the mask is False. A constant, a single token included, is not divided: it becomes
         0 with `shift_mean` and stays the same without.
     """
     _check(x, mask)
-    count, mean = _moments(x, mask)
-    var = _variance(x, mask, count, mean, unbiased)
-    # Equal values have rounding errors of relative size 1e-7 in fp32; dividing by their std would amplify that noise.
-    constant = var <= 1e-12 * mean.square()
-    scale = torch.where(constant, torch.ones_like(var), (var + eps).rsqrt())
+    mean, scale = whitening(moments(x, mask) if over is None else over.to(x.device, _wide(x)), unbiased, eps)
     centred = _kept(x, mask) - mean if shift_mean else _kept(x, mask)
     return torch.where(mask, centred * scale, torch.zeros_like(scale)).to(x.dtype)
+
+
+def whitening(over: Tensor, unbiased: bool = True, eps: float = 1e-8) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the factor of `whiten` from (3,) `moments`."""
+    count, total, squares = over
+    mean, var = total / count.clamp_min(1), squares / (count - 1 if unbiased else count).clamp_min(1)
+    # Equal values have rounding errors of relative size 1e-7 in fp32; dividing by their std would amplify that noise.
+    constant = var <= 1e-12 * mean.square()
+    return mean, torch.where(constant, torch.ones_like(var), (var + eps).rsqrt())
 
 
 def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
@@ -132,5 +170,13 @@ def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _variance(x: Tensor, mask: Tensor, count: Tensor, mean: Tensor, unbiased: bool) -> Tensor:
-    squares = (torch.where(mask, x.to(mean.dtype), mean) - mean).square().sum()
-    return squares / (count - 1 if unbiased else count).clamp_min(1)
+    return _squares(x, mask, mean) / (count - 1 if unbiased else count).clamp_min(1)
+
+
+def _squares(x: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    return (torch.where(mask, x.to(mean.dtype), mean) - mean).square().sum()
+
+
+def _rounded_once(numbers: list[float]) -> float:
+    """Returns the sum, rounded once; the plain sum if a number is not finite."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

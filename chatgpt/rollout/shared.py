@@ -1,7 +1,7 @@
 """Engines shared by ranks. A `SharedEngine` has workers owned by rank 0, or by the first process of a rank
 (`RankProcesses`); the tokens of a `NeighboursEngine` are computed by neighbouring ranks together.
 
-    each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
+    each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ to every rank its own samples
 
 For workers that are larger than the share of one rank, such as vLLM on several GPUs. Every call except `cancel` and
 `end` is a collective.
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 from chatgpt.nn.actor import Actor
@@ -24,11 +26,12 @@ class Ranks(Protocol):
     """The methods of a strategy that `SharedEngine` uses."""
 
     rank: int
+    world_size: int
     is_rank_0: bool
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+    def scatter_object(self, objs: list[Any]) -> Any: ...
 
     def untimed(self) -> AbstractContextManager[None]: ...
 
@@ -40,7 +43,7 @@ class RankProcesses:
         ranks: the strategy's `ranks`.
     """
 
-    rank = 0
+    rank, world_size = 0, 1
 
     def __init__(self, ranks: Any) -> None:
         self.is_rank_0, self.from_leader, self.untimed = ranks.leads, ranks.from_leader, ranks.untimed
@@ -48,13 +51,13 @@ class RankProcesses:
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [self.from_leader(obj)]
 
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        return self.from_leader(obj)
+    def scatter_object(self, objs: list[Any]) -> Any:
+        return self.from_leader(objs[0])
 
 
 @dataclass(eq=False)
 class _Ticket:
-    own: slice  # this rank's samples
+    own: list[slice]  # each rank's samples
     inner: Any = None  # the engine's ticket, on rank 0
 
 
@@ -74,7 +77,8 @@ class SharedEngine(EngineAround):
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
-        """Calls the function on rank 0, and returns its result or raises its error on every rank."""
+        """Calls the function on rank 0, which returns None or a list with one value per rank. Returns this one's, or
+        raises the function's error on every rank."""
         value: Any = None
         error: Exception | None = None
         with self.ranks.untimed():
@@ -83,14 +87,15 @@ class SharedEngine(EngineAround):
                     value = function()
                 except Exception as raised:
                     error = raised
-        value, sent_error = self.ranks.broadcast_object((value, error))
+        values = value or [None] * self.ranks.world_size
+        value, sent_error = self.ranks.scatter_object([(own, error) for own in values])
         if sent_error is not None:
             raise error or sent_error
         return value
 
     def begin(self, actor: Actor) -> None:
         """Starts a collect phase with the weights of rank 0."""
-        self._on_rank_0(lambda: self.engine.begin(actor))
+        self._on_rank_0(partial(self.engine.begin, actor))
 
     def generate(self, call: Call) -> list[Sample]:
         return self.take(self.submit(call))
@@ -98,8 +103,8 @@ class SharedEngine(EngineAround):
     def submit(self, call: Call) -> _Ticket:
         # the stop callable is not sent: rank 0 uses its own
         shares = self.ranks.all_gather_object(replace(call, sampling=replace(call.sampling, stop=None)))
-        first = sum(len(share.prompts) for share in shares[: self.ranks.rank])
-        ticket = _Ticket(slice(first, first + len(call.prompts)))
+        ends = [0, *accumulate(len(share.prompts) for share in shares)]
+        ticket = _Ticket([slice(*ends[i : i + 2]) for i in range(len(shares))])
 
         def ask() -> None:
             ticket.inner = self.engine.submit(replace(joined(shares), sampling=call.sampling))
@@ -108,7 +113,11 @@ class SharedEngine(EngineAround):
         return ticket
 
     def take(self, ticket: _Ticket) -> list[Sample]:
-        return self._on_rank_0(lambda: self.engine.take(ticket.inner))[ticket.own]
+        def take() -> list[list[Sample]]:
+            samples = self.engine.take(ticket.inner)
+            return [samples[own] for own in ticket.own]
+
+        return self._on_rank_0(take)
 
     def cancel(self, ticket: _Ticket) -> None:
         if ticket.inner is not None:

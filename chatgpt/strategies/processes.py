@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -168,6 +169,23 @@ class ProcessGroup(Ranks):
         with self.status.waiting():
             dist.broadcast_object_list(box, src=src, device=self.device)
         return box[0]
+
+    def scatter_object(self, objs: SequenceOf[T], group: Any = None) -> T:
+        box: list[Any] = [None]
+        with self.status.waiting():
+            dist.scatter_object_list(box, list(objs) if self.rank == 0 else None, src=0, group=group)
+        return box[0]
+
+    def exchange(self, sent: SequenceOf[Tensor], group: Any = None) -> list[Tensor]:
+        sizes = [len(tensor) for tensor in sent]
+        counts = torch.tensor(sizes, device=self.device)
+        with self.status.waiting():
+            dist.all_to_all_single(coming := torch.empty_like(counts), counts, group=group)
+            flat, coming_sizes = torch.cat(list(sent)).to(self.device), coming.tolist()
+            received = flat.new_empty(sum(coming_sizes))
+            dist.all_to_all_single(received, flat, coming_sizes, sizes, group=group)
+            received = received.to(sent[0].device)  # waits for the device
+        return list(received.split(coming_sizes))
 
     def barrier(self) -> None:
         with self.status.waiting():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -72,6 +73,16 @@ class Ranks(ABC):
     @abstractmethod
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Returns rank `src`'s `obj` on every rank."""
+
+    def scatter_object(self, objs: SequenceOf[T]) -> T:
+        """Returns the r-th of rank 0's `objs` on rank r; those of other ranks are not read."""
+        return self.broadcast_object(objs)[self.rank]
+
+    def exchange(self, sent: SequenceOf[Tensor]) -> list[Tensor]:
+        """Sends the r-th tensor, 1-D and of one dtype for all, to rank r. Returns what each rank has sent to this one,
+        on the device of the first. Collective."""
+        everyone = self.all_gather_object([tensor.cpu() for tensor in sent])
+        return [tensors[self.rank].to(sent[0].device) for tensors in everyone]
 
     def from_leader(self, obj: T) -> T:
         """Returns the `obj` of this rank's first process on all of its processes. Collective within the rank."""
@@ -144,6 +155,9 @@ class OnRanks:
     all_reduce: Callable[..., Tensor]
     all_gather_object: Callable[[Any], list[Any]]
     broadcast_object: Callable[..., Any]
+    scatter_object: Callable[[SequenceOf[Any]], Any]
+    exchange: Callable[[SequenceOf[Tensor]], list[Tensor]]
+    from_leader: Callable[[Any], Any]
     barrier: Callable[[], None]
     run_on_rank0: Callable[[Callable[[], Any]], Any]
     note_progress: Callable[[str], None]

@@ -53,6 +53,10 @@ class Sums:
         """Returns this rank's micro-batches of a list that all ranks hold, without training; equally many on all."""
         return micro_batches(lengths, self.ranks.world_size, max_tokens)[self.ranks.rank]
 
+    def ranks_of(self, lengths: SequenceOf[int]) -> list[int]:
+        """Returns the rank to which `rounds` gives each item of a train batch, and `share` of a list."""
+        return _dealt(split_over_ranks(lengths, self.ranks.world_size))
+
     def own(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
         """Returns the micro-batches of a list that only this rank holds."""
         return [
@@ -143,6 +147,11 @@ class ExactSums(Sums):
                 )
         return [(i, [atoms[i]]) for i in self.of_rank(self.ranks.rank)]
 
+    def ranks_of(self, lengths: SequenceOf[int]) -> list[int]:
+        atoms = split_over_ranks(lengths, self.atoms)
+        ranks = range(self.ranks.world_size)
+        return _dealt([[at for i in self.of_rank(rank) for at in atoms[i]] for rank in ranks])
+
     def share(self, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
         cuts = cut_shares(lengths, self.atoms, max_tokens)
         of_ranks = [[cut for i in self.of_rank(r) for cut in cuts[i]] for r in range(self.ranks.world_size)]
@@ -197,6 +206,11 @@ class ExactSums(Sums):
         gathered[self.ranks.rank] = own
         parts = self.ranks.all_reduce(gathered, 'sum').split([len(rows) for rows in columns], dim=1)
         return [[rounded_sum(numbers.flatten().tolist()) for numbers in part.unbind(-1)] for part in parts]
+
+
+def _dealt(shares: SequenceOf[SequenceOf[int]]) -> list[int]:
+    """Returns the number of the share that each item is in."""
+    return [rank for _, rank in sorted((at, rank) for rank, share in enumerate(shares) for at in share)]
 
 
 def check_atoms(atoms: int, world_size: int) -> None:

@@ -10,6 +10,7 @@ Maxima and minima are over all processes, so that a flag that is set on any of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -147,7 +148,17 @@ class TensorRanks(Ranks):
         return (reduced / self.world_size if op == 'mean' else reduced).to(tensor.device)
 
     def all_gather_object(self, obj: T) -> list[T]:
-        return self._processes.all_gather_object(obj)[:: self.tensor_parallel]
+        gathered: list[Any] = [None] * self.world_size  # one process of each rank: the others have copies
+        with self.status.waiting():
+            dist.all_gather_object(gathered, obj, group=self.mesh.get_group('data'))
+        return self.from_leader(gathered)
+
+    def scatter_object(self, objs: SequenceOf[T]) -> T:
+        group = self.mesh.get_group('data')
+        return self.from_leader(self._processes.scatter_object(objs, group) if self.leads else objs[0])
+
+    def exchange(self, sent: SequenceOf[Tensor]) -> list[Tensor]:
+        return self._processes.exchange(sent, self.mesh.get_group('data'))
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         return self._processes.broadcast_object(obj, src * self.tensor_parallel)

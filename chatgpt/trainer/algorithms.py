@@ -23,6 +23,7 @@ from chatgpt.registry import Registry, late
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from chatgpt.nn.sweep import Communicator
     from chatgpt.types import Experience
 
 Estimates = tuple[list['Tensor'], list['Tensor']]
@@ -46,22 +47,25 @@ class Estimator:
     Args:
         fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards include
             score and KL.
+        spans: 'group': what `fn` returns for a response depends on its group alone, so each rank estimates its own
+            groups; 'phase': `fn` reads the experience of all ranks, which then is sent to each.
         needs_values: requires a critic, or an actor with a value head.
         needs_groups: compares responses to the same prompt, so requires several per prompt.
         rewards_apart: reads each of several rewards (`Experience.weighted_scores`) instead of their sum.
         follows: the settings of `GAE_SETTINGS` that `fn` reads; the others are refused.
         whitens: advantages are whitened over a learning phase unless `whiten_advantages` is set.
-        whiten: returns copies with whitened advantages; by default over all tokens that count.
+        whiten: (experiences, strategy) -> copies with whitened advantages; by default over all tokens that count.
         aggregation: of the policy loss, unless `loss_aggregation` or the policy loss sets it.
     """
 
     fn: Callable[[list[Experience], Any], Estimates]
+    spans: Literal['group', 'phase'] = 'phase'
     needs_values: bool = False
     needs_groups: bool = False
     rewards_apart: bool = False
     follows: tuple[str, ...] = ()
     whitens: bool = True
-    whiten: Callable[[list[Experience]], list[Experience]] = _late('whiten_tokens')
+    whiten: Callable[..., list[Experience]] = _late('whiten_tokens')
     aggregation: Aggregation = 'token'
 
 
@@ -69,31 +73,46 @@ ESTIMATORS: Registry[Estimator] = Registry(
     'advantage_estimator',
     Estimator,
     {
-        'gae': Estimator(fn=_late('gae'), needs_values=True, follows=GAE_SETTINGS),
-        'a2c': Estimator(fn=_late('a2c'), needs_values=True),
-        'grpo': Estimator(fn=_late('grpo'), needs_groups=True, whitens=False, aggregation='sequence'),
-        'dr_grpo': Estimator(fn=_late('dr_grpo'), needs_groups=True, whitens=False, aggregation='sequence_sum'),
-        'rloo': Estimator(fn=_late('rloo'), needs_groups=True, whitens=False),
+        'gae': Estimator(spans='group', fn=_late('gae'), needs_values=True, follows=GAE_SETTINGS),
+        'a2c': Estimator(spans='group', fn=_late('a2c'), needs_values=True),
+        'grpo': Estimator(spans='group', fn=_late('grpo'), needs_groups=True, whitens=False, aggregation='sequence'),
+        'dr_grpo': Estimator(
+            spans='group', fn=_late('dr_grpo'), needs_groups=True, whitens=False, aggregation='sequence_sum'
+        ),
+        'rloo': Estimator(spans='group', fn=_late('rloo'), needs_groups=True, whitens=False),
         'gdpo': Estimator(
+            spans='group',
             fn=_late('gdpo'),
             needs_groups=True,
             rewards_apart=True,
             whiten=_late('whiten_responses'),
             aggregation='sequence',
         ),
-        'reinforce++': Estimator(fn=_late('reinforce_pp')),
-        'reinforce++_baseline': Estimator(fn=_late('reinforce_pp_baseline'), needs_groups=True),
+        'reinforce++': Estimator(spans='group', fn=_late('reinforce_pp')),
+        'reinforce++_baseline': Estimator(spans='group', fn=_late('reinforce_pp_baseline'), needs_groups=True),
     },
 )
 
 
-def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: Any) -> None:
-    """Writes `advantages` and `returns` of every experience, in place. The list holds whole groups."""
-    if not experiences:
+def estimate_advantages(
+    experiences: list[Experience], estimator: Estimator, settings: Any, strategy: Communicator | None = None
+) -> None:
+    """Writes `advantages` and `returns` of this rank's experience, in place. The list holds whole groups. A collective;
+    without a strategy this rank has all records."""
+    from chatgpt.nn.records import fetched, is_here
+
+    ranks_of: dict[int, set[int]] = {}
+    for e in experiences:
+        ranks_of.setdefault(e.group, set()).add(e.rank)
+    read = experiences
+    if strategy is not None and (estimator.spans == 'phase' or any(len(ranks) > 1 for ranks in ranks_of.values())):
+        read = fetched(strategy, experiences)
+    at = [i for i, e in enumerate(read) if is_here(e)]
+    if not at:
         return
-    advantages, returns = estimator.fn(experiences, settings)
-    for e, advantage, ret in zip(experiences, advantages, returns, strict=True):
-        e.advantages, e.returns = advantage.float(), ret.float()
+    for i, advantage, ret in zip(at, *estimator.fn([read[i] for i in at], settings), strict=True):
+        if is_here(experiences[i]):
+            experiences[i].advantages, experiences[i].returns = advantage.float(), ret.float()
 
 
 # ------------------------------------------------------------------ losses of the policy

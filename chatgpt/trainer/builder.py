@@ -299,7 +299,7 @@ def _maker(
             max_tokens_per_batch=c.max_tokens_per_batch,
             packing=c.packing,
         ),
-        estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
+        estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c, strategy),
         actor_has_values=shares_trunk,
     )
 

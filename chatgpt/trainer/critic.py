@@ -6,9 +6,10 @@ these phases are of one policy: they are kept, and the critic passes over all of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.strategies.checkpoint import Piece, TensorReader
+from chatgpt.strategies.ranks import Ranks
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.schedule import FitPlan
@@ -35,10 +37,12 @@ class ValueTarget(Sequence):
     """(A,) fp32, of the critic when the sequence was collected"""
     returns: Tensor
     """(A,) fp32, the targets"""
+    rank: int = 0
+    """the rank that holds its tensors (`chatgpt.nn.records`)"""
 
     @classmethod
     def of(cls, experience: Experience) -> ValueTarget:
-        fields = ('prompt_ids', 'response_ids', 'response_mask', 'index', 'values', 'returns')
+        fields = ('prompt_ids', 'response_ids', 'response_mask', 'index', 'values', 'returns', 'rank')
         return cls(**{name: getattr(experience, name) for name in fields})
 
 
@@ -98,42 +102,60 @@ class CriticCourse(Callback):
     def checkpoint_pieces(self, trainer: TrainerView) -> dict[str, list[Piece]]:
         if not self.kept:
             return {}
-        owns = trainer.strategy.rank == 0 and trainer.strategy.ranks.leads
-        pieces = [Piece.whole(name, flat) for name, flat in flattened(self.kept).items()] if owns else []
-        return {GROUP: pieces}
+        return {GROUP: list(pieces_of(self.kept, trainer.strategy.ranks)) if trainer.strategy.ranks.leads else []}
 
     def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
         if name != GROUP:
             return False
-        found = {each: reader.read(each, 0, reader.shape(each)[0]).clone() for each in sorted(reader.names())}
-        self.kept = unflattened(found)
+        self.kept = read_targets(reader, trainer.strategy.ranks)
         return True
 
 
-def flattened(targets: SequenceOf[ValueTarget]) -> dict[str, Tensor]:
-    """Returns targets as 1-D tensors by name: numbers of each, and their tensors one after another."""
-    names = ('prompt_ids', 'response_ids', 'values', 'returns')
-    return {name: torch.cat([getattr(t, name).cpu() for t in targets]) for name in names} | {
-        'response_mask': torch.cat([t.response_mask.cpu() for t in targets]).to(torch.uint8),
-        'index': torch.tensor([t.index for t in targets]),
-        'num_prompt': torch.tensor([len(t.prompt_ids) for t in targets]),
-        'num_response': torch.tensor([len(t.response_ids) for t in targets]),
+TOKENS = {
+    'prompt_ids': 'num_prompt',
+    'response_ids': 'num_response',
+    'values': 'num_response',
+    'returns': 'num_response',
+}
+"""tensors of a target that its rank holds, and the tensor of their lengths; in a checkpoint, one after another"""
+
+
+def pieces_of(targets: SequenceOf[ValueTarget], ranks: Ranks) -> Iterator[Piece]:
+    """Yields this rank's pieces of 1-D tensors by name: what its targets hold, and on rank 0 the numbers and masks of
+    all."""
+    lengths = {
+        'num_prompt': [len(t.prompt_ids) for t in targets],
+        'num_response': [len(t.response_ids) for t in targets],
     }
+    if ranks.rank == 0:
+        yield from (Piece.whole(name, torch.tensor(counts)) for name, counts in lengths.items())
+        yield Piece.whole('index', torch.tensor([t.index for t in targets]))
+        yield Piece.whole('response_mask', torch.cat([t.response_mask.cpu() for t in targets]).to(torch.uint8))
+    for own, run in groupby(range(len(targets)), lambda i: targets[i].rank == ranks.rank):
+        at = list(run)
+        for name, counted in TOKENS.items() if own else ():
+            data = torch.cat([getattr(targets[i], name).cpu() for i in at])
+            start = sum(lengths[counted][: at[0]])
+            yield Piece(name, (sum(lengths[counted]),), start, start + len(data), data)
 
 
-def unflattened(flat: Mapping[str, Tensor]) -> list[ValueTarget]:
-    """The inverse of `flattened`."""
-    prompts, responses = flat['num_prompt'].tolist(), flat['num_response'].tolist()
-    parts = {name: flat[name].split(responses) for name in ('response_ids', 'response_mask', 'values', 'returns')}
-    prompt_ids = flat['prompt_ids'].split(prompts)
-    return [
-        ValueTarget(
-            index=index,
-            prompt_ids=prompt_ids[i],
-            response_ids=parts['response_ids'][i],
-            response_mask=parts['response_mask'][i].bool(),
-            values=parts['values'][i],
-            returns=parts['returns'][i],
-        )
-        for i, index in enumerate(flat['index'].tolist())
-    ]
+def read_targets(reader: TensorReader, ranks: Ranks) -> list[ValueTarget]:
+    """Returns the targets of `pieces_of`, written on any number of ranks, dealt to these."""
+
+    def whole(name: str) -> Tensor:
+        return reader.read(name, 0, reader.shape(name)[0]).clone()
+
+    lengths = {name: whole(name).tolist() for name in ('num_prompt', 'num_response')}
+    masks = whole('response_mask').bool().split(lengths['num_response'])
+    starts, targets = dict.fromkeys(TOKENS, 0), []
+    for i, index in enumerate(whole('index').tolist()):
+        rank, tensors = i * ranks.world_size // len(masks), {}
+        for name, counted in TOKENS.items():
+            start, starts[name] = starts[name], starts[name] + lengths[counted][i]
+            tensors[name] = (
+                reader.read(name, start, starts[name]).clone()
+                if rank == ranks.rank
+                else torch.empty(lengths[counted][i], dtype=reader.read(name, 0, 1).dtype, device='meta')
+            )
+        targets.append(ValueTarget(index=index, response_mask=masks[i], rank=rank, **tensors))
+    return targets

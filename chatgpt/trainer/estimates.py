@@ -12,7 +12,9 @@ from torch import Tensor
 from chatgpt.functional import advantages as estimators
 from chatgpt.functional import ppo as maths
 from chatgpt.functional.losses import cispo_policy_loss, gspo_policy_loss, gspo_token_policy_loss
-from chatgpt.functional.masking import whiten
+from chatgpt.functional.masking import joined_moments, moments, whiten
+from chatgpt.nn.records import is_here, numbers
+from chatgpt.nn.sweep import Communicator
 from chatgpt.trainer.algorithms import Estimates, PolicyInputs, clip_high
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Experience
@@ -20,25 +22,27 @@ from chatgpt.types import Experience
 # ------------------------------------------------------------------ advantages
 
 
-def whiten_tokens(experiences: list[Experience]) -> list[Experience]:
-    """Returns copies with advantages of mean 0 and variance 1 over all tokens that count in the whole list."""
-    if not experiences:
-        return []
-    mask = torch.cat([e.response_mask for e in experiences])
-    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
-    parts = flat.split([e.num_actions for e in experiences])
-    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
+def whiten_tokens(experiences: list[Experience], strategy: Communicator | None = None) -> list[Experience]:
+    """Returns copies with advantages of mean 0 and variance 1 over all tokens that count in the whole list. A
+    collective; without a strategy this rank has all records."""
+    over = joined_moments(numbers(experiences, lambda e: moments(e.advantages, e.response_mask), 3, strategy))
+    return [
+        replace(e, advantages=whiten(e.advantages, e.response_mask, over=over)) if is_here(e) else e
+        for e in experiences
+    ]
 
 
-def whiten_responses(experiences: list[Experience]) -> list[Experience]:
-    """Returns copies with advantages, one number per response, whitened over responses that have a token that
-    counts."""
-    own = [e for e in experiences if bool(e.response_mask.any())]
-    if not own:
-        return experiences
-    numbers = estimators.normalised(torch.stack([e.advantages[e.response_mask][0] for e in own]))
-    parts = iter(estimators.spread(numbers, [e.response_mask for e in own]))
-    return [replace(e, advantages=next(parts)) if bool(e.response_mask.any()) else e for e in experiences]
+def whiten_responses(experiences: list[Experience], strategy: Communicator | None = None) -> list[Experience]:
+    """Returns copies with advantages, one number per response, whitened over responses that have a token that counts.
+    A collective; without a strategy this rank has all records."""
+    at = [i for i, e in enumerate(experiences) if bool(e.response_mask.any())]
+    firsts = numbers([experiences[i] for i in at], lambda e: e.advantages[e.response_mask][:1], 1, strategy)[:, 0]
+    found = list(experiences)
+    for i, number in zip(at, estimators.normalised(firsts.float()), strict=True):
+        e = experiences[i]
+        if is_here(e):
+            found[i] = replace(e, advantages=torch.where(e.response_mask, number.to(e.advantages), 0.0))
+    return found
 
 
 def gae(experiences: list[Experience], s: PPOConfig) -> Estimates:

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chatgpt.functional.ppo import explained_variance, kl_penalty
+from chatgpt.functional.masking import joined_moments, moments
+from chatgpt.functional.ppo import kl_penalty
+from chatgpt.nn.records import is_here, numbers
 from chatgpt.nn.sweep import Communicator
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ScoreShaper
@@ -136,22 +138,33 @@ def sampled_mask(e: Experience) -> Tensor:
     return mask
 
 
-def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_reward: bool = True) -> dict[str, float]:
-    """Returns `rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
+def rollout_metrics(
+    experiences: SequenceOf[Experience],
+    kl_coef: float,
+    *,
+    in_reward: bool = True,
+    strategy: Communicator | None = None,
+) -> dict[str, float]:
+    """Returns `rollout/...`: scores, KL to the initial model, lengths. The list must not be empty. A collective;
+    without a strategy this rank has all records.
 
     Without `in_reward` the KL is in the loss and not in the reward. Responses without a token that counts are excluded
     from the KL.
     """
+
+    def row(e: Experience) -> Tensor:
+        gaps = e.old_logprobs - e.ref_logprobs, kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3'), e.kl, e.old_logprobs
+        return torch.stack([_sum(e, x) for x in gaps])
+
     scored = compared(experiences) or list(experiences)
     scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response: the unit is nats per response, and long responses have more weight.
-    own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
-    kl = torch.stack([_sum(e, e.old_logprobs - e.ref_logprobs) for e in own])
-    k3 = torch.stack([_sum(e, kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3')) for e in own])
-    penalty = torch.stack([_sum(e, e.kl) for e in own])
+    table = numbers(experiences, row, 4, strategy)
+    some = torch.tensor([bool(e.response_mask.any()) for e in experiences])
+    kl, k3, penalty = table[some if bool(some.any()) else ~some, :3].T.contiguous()
     counted = sum(int(e.response_mask.sum()) for e in experiences)
-    surprisal = -sum(float(_sum(e, e.old_logprobs)) for e in experiences)
+    surprisal = -sum(table[:, 3].tolist())
     apart = torch.tensor([[score for _, score in e.weighted_scores] for e in scored], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
@@ -173,43 +186,53 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
             'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
             'rollout/entropy': surprisal / max(counted, 1),
         }
-        | repetition([e.response_ids for e in experiences], [sampled_mask(e) for e in experiences])
+        | repetition_metrics(experiences, strategy)
     )
 
 
-def mismatch_metrics(experiences: SequenceOf[Experience], phase: int | None = None) -> dict[str, float]:
+def mismatch_metrics(
+    experiences: SequenceOf[Experience], phase: int | None = None, strategy: Communicator | None = None
+) -> dict[str, float]:
     """Returns `rollout/...`: how far the engine's log-probs are from those that the trainer recomputed, over the tokens
-    that count; {} without such tokens. phase: of the trainer's weights; tokens of these and of older ones are then also
-    reported apart."""
-    masks = [e.response_mask for e in experiences]
-    old = torch.cat([e.old_logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
-    engine = torch.cat([e.logprobs[mask] for e, mask in zip(experiences, masks, strict=True)]).double()
-    if not len(old):
+    that count; {} without such tokens. A collective; without a strategy this rank has all records. phase: of the
+    trainer's weights; tokens of these and of older ones are then also reported apart."""
+
+    def row(e: Experience) -> Tensor:
+        old, engine = e.old_logprobs[e.response_mask].double(), e.logprobs[e.response_mask].double()
+        far, kl = (old - engine).abs(), kl_penalty(engine, old, 'k3')
+        stale = e.token_versions[e.response_mask] < (0 if phase is None else phase)
+        highest = far.max() if len(far) else far.sum()
+        return torch.stack([far.sum(), highest, (~stale).sum(), kl[~stale].sum(), stale.sum(), kl[stale].sum()])
+
+    table = numbers(experiences, row, 6, strategy)
+    far, _, new, kl_new, old, kl_old = (math.fsum(column) for column in table.T.tolist())
+    if not new + old:
         return {}
-    far, kl = (old - engine).abs(), kl_penalty(engine, old, 'k3')
     metrics = {
-        'rollout/logprob_mismatch': float(far.mean()),
-        'rollout/logprob_mismatch_max': float(far.max()),
-        'rollout/engine_kl': float(kl.mean()),
+        'rollout/logprob_mismatch': far / (new + old),
+        'rollout/logprob_mismatch_max': float(table[:, 1].max()),
+        'rollout/engine_kl': (kl_new + kl_old) / (new + old),
     }
-    if phase is None:
-        return metrics
-    stale = torch.cat([e.token_versions[mask] for e, mask in zip(experiences, masks, strict=True)]) < phase
-    apart = {'rollout/mismatch_kl': ~stale, 'rollout/staleness_kl': stale}
-    return metrics | {name: float(kl[of].mean()) for name, of in apart.items() if bool(of.any())}
+    apart = {'rollout/mismatch_kl': (kl_new, new), 'rollout/staleness_kl': (kl_old, old)}
+    return metrics | {name: kl / n for name, (kl, n) in apart.items() if n and phase is not None}
 
 
 def experience_metrics(
-    experiences: SequenceOf[Experience], config: PPOConfig, kl_coef: float, shaper: ScoreShaper
+    experiences: SequenceOf[Experience],
+    config: PPOConfig,
+    kl_coef: float,
+    shaper: ScoreShaper,
+    strategy: Communicator | None = None,
 ) -> dict[str, float]:
-    """Returns all metrics of the experience of a phase; the list must not be empty."""
+    """Returns all metrics of the experience of a phase; the list must not be empty. A collective; without a strategy
+    this rank has all records."""
     return (
-        rollout_metrics(experiences, kl_coef, in_reward=config.kl_in == 'reward')
+        rollout_metrics(experiences, kl_coef, in_reward=config.kl_in == 'reward', strategy=strategy)
         | group_metrics(experiences, apart=config.estimator.rewards_apart)
         | environment_metrics(experiences)
         | ({'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {})
-        | value_metrics(experiences)
-        | (bias_metrics(experiences) if config.estimator.needs_values else {})
+        | value_metrics(experiences, strategy)
+        | (bias_metrics(experiences, strategy) if config.estimator.needs_values else {})
     )
 
 
@@ -244,41 +267,49 @@ def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]
     )
 
 
-def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
-    """Returns `ppo/...` of the whole phase: returns, advantages, explained variance."""
-    mask = torch.cat([e.response_mask for e in experiences])
-    if not mask.any():
+def value_metrics(experiences: SequenceOf[Experience], strategy: Communicator | None = None) -> dict[str, float]:
+    """Returns `ppo/...` of the whole phase: returns, advantages, explained variance. A collective; without a strategy
+    this rank has all records."""
+
+    def row(e: Experience) -> Tensor:
+        returns = e.returns.double()
+        columns = returns, returns - e.values.double(), e.advantages
+        return torch.cat([moments(x, e.response_mask) for x in columns])
+
+    table = numbers(experiences, row, 9, strategy)
+    returns, errors, advantages = (joined_moments(part).tolist() for part in table.split(3, dim=1))
+    count = returns[0]
+    if not count:
         return {}
-    returns = torch.cat([e.returns for e in experiences])[mask].double()
-    values = torch.cat([e.values for e in experiences])[mask].double()
-    advantages = torch.cat([e.advantages for e in experiences])[mask].double()
     return {
-        'ppo/return_mean': float(returns.mean()),
-        'ppo/return_var': float(returns.var(unbiased=False)),
-        'ppo/advantage_mean': float(advantages.mean()),
-        'ppo/advantage_std': _spread(advantages),
-        'ppo/explained_variance': float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool))),
+        'ppo/return_mean': returns[1] / count,
+        'ppo/return_var': returns[2] / count,
+        'ppo/advantage_mean': advantages[1] / count,
+        'ppo/advantage_std': math.sqrt(advantages[2] / max(count - 1, 1)),
+        'ppo/explained_variance': 1.0 - errors[2] / returns[2] if returns[2] > 0 else 0.0,
     }
 
 
 QUARTERS = 4
 
 
-def bias_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
-    """Returns `ppo/value_bias_K`: mean over tokens of V − R in the K-th quarter of their responses.
+def bias_metrics(experiences: SequenceOf[Experience], strategy: Communicator | None = None) -> dict[str, float]:
+    """Returns `ppo/value_bias_K`: mean over tokens of V − R in the K-th quarter of their responses. A collective;
+    without a strategy this rank has all records.
 
     Token i, from 0, of the n that count in a response is in quarter ⌊4 i / n⌋ + 1. Quarters without a token are left
     out.
     """
-    totals = torch.zeros(QUARTERS, dtype=torch.float64)
-    counts = torch.zeros(QUARTERS, dtype=torch.float64)
-    for e in experiences:
+
+    def row(e: Experience) -> Tensor:
         errors = (e.values[e.response_mask].double() - e.returns[e.response_mask].double()).cpu()
         quarter = torch.arange(len(errors)) * QUARTERS // max(len(errors), 1)
-        totals.index_add_(0, quarter, errors)
-        counts.index_add_(0, quarter, torch.ones_like(errors))
-    means = zip((totals / counts).tolist(), counts.tolist(), strict=True)
-    return {f'ppo/value_bias_{k}': mean for k, (mean, count) in enumerate(means, 1) if count}
+        found = torch.zeros(2, QUARTERS, dtype=torch.float64)
+        return found.index_add_(1, quarter, torch.stack([errors, torch.ones_like(errors)])).flatten()
+
+    sums = [math.fsum(column) for column in numbers(experiences, row, 2 * QUARTERS, strategy).T.tolist()]
+    totals = zip(sums[:QUARTERS], sums[QUARTERS:], strict=True)
+    return {f'ppo/value_bias_{k}': total / count for k, (total, count) in enumerate(totals, 1) if count}
 
 
 def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
@@ -335,24 +366,49 @@ def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None =
     responses, so compare phases of the same size. With `masks`, (A,) bool, only 4-grams with all tokens True are
     counted: those of the policy.
     """
-    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(r.cpu().numpy() for r in responses)]).astype(np.uint64)
-    row = np.repeat(np.arange(len(responses)), [len(r) for r in responses])
-    if len(ids) < RUN:
+    found = [different_runs(ids, None if masks is None else masks[i]) for i, ids in enumerate(responses)]
+    counts = [(total, len(runs)) for total, runs in found]
+    return _repetition(counts, len(np.unique(np.concatenate([NONE, *(runs for _, runs in found)]))))
+
+
+def repetition_metrics(experiences: SequenceOf[Experience], strategy: Communicator | None) -> dict[str, float]:
+    """Returns `repetition` of the sampled tokens of all ranks. A collective; without a strategy this rank has all
+    records."""
+    found = {id(e): different_runs(e.response_ids, sampled_mask(e)) for e in experiences if is_here(e)}
+    table = numbers(experiences, lambda e: torch.tensor([found[id(e)][0], len(found[id(e)][1])]), 2, strategy)
+    own = np.unique(np.concatenate([NONE, *(runs for _, runs in found.values())]))
+    if strategy is None or strategy.world_size == 1:
+        return _repetition(table.tolist(), len(own))
+    # Each rank counts a part of all different 4-grams, which their hashes deal out.
+    part = own % np.uint64(strategy.world_size)
+    sent = [torch.from_numpy(own[part == rank].view(np.int64)) for rank in range(strategy.world_size)]
+    counted = torch.cat(strategy.exchange(sent)).unique()
+    return _repetition(table.tolist(), int(strategy.all_reduce(torch.tensor(len(counted)), 'sum')))
+
+
+NONE = np.zeros(0, dtype=np.uint64)
+
+
+def different_runs(ids: Tensor, mask: Tensor | None) -> tuple[int, Any]:
+    """Returns the number of 4-grams of a response, (A,), and hashes of the different ones, (n,) uint64. With `mask`,
+    (A,) bool, 4-grams with all tokens True."""
+    words = ids.cpu().numpy().astype(np.uint64)
+    if len(words) < RUN:
+        return 0, NONE
+    runs = sum(words[k : len(words) - RUN + 1 + k] * FACTORS[k] for k in range(RUN))
+    if mask is not None:
+        own = mask.cpu().numpy()
+        runs = runs[np.logical_and.reduce([own[k : len(own) - RUN + 1 + k] for k in range(RUN)])]
+    return len(runs), np.unique(runs)
+
+
+def _repetition(counts: SequenceOf[SequenceOf[float]], different: int) -> dict[str, float]:
+    """Returns the metrics from numbers of all and of different 4-grams in each response, and of different ones in all
+    of them together."""
+    total, own = np.array([pair for pair in counts if pair[0]]).reshape(-1, 2).T
+    if not len(total):
         return {}
-    whole = row[: -RUN + 1] == row[RUN - 1 :]
-    if masks is not None:
-        own = np.concatenate([m.cpu().numpy() for m in masks])
-        whole = whole & np.logical_and.reduce([own[k : len(own) - RUN + 1 + k] for k in range(RUN)])
-    runs = sum(ids[k : len(ids) - RUN + 1 + k] * FACTORS[k] for k in range(RUN))[whole]
-    row = row[: -RUN + 1][whole]
-    if not len(runs):
-        return {}
-    # XOR with the response's number, spread over all bits, makes equal 4-grams of two responses different.
-    of_response, first = np.unique(runs ^ (row.astype(np.uint64) + np.uint64(1)) * FACTORS[0], return_index=True)
-    total = np.bincount(row)
-    different = np.bincount(row[first], minlength=len(total))
-    long = total > 0
     return {
-        'rollout/repetition_within': float(np.mean(1.0 - different[long] / total[long])),
-        'rollout/repetition_across': 1.0 - len(np.unique(runs)) / len(of_response),
+        'rollout/repetition_within': float(np.mean(1.0 - own / total)),
+        'rollout/repetition_across': 1.0 - different / float(own.sum()),
     }

@@ -27,6 +27,7 @@ from chatgpt.data.prompts import PromptSet, as_prompts, tasks_without_prompts
 from chatgpt.data.tokenize import warn_of_bare_prompt
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.nn.actor import PolicyOutput
+from chatgpt.nn.records import moved
 from chatgpt.rollout import RolloutEngine
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
@@ -282,7 +283,7 @@ class PPOTrainer(Stepwise):
             self.callbacks.on_episode_end(self, episode)
 
     def _experience(self, num_timesteps: int | None, **options: Any) -> list[Experience] | None:
-        """Returns the scored timesteps of all ranks; None if a stop is requested."""
+        """Returns the scored timesteps of all ranks (`chatgpt.nn.records`); None if a stop is requested."""
         with self.clock.measure('collect'):
             timesteps = self.collector.collect(num_timesteps, version=self.phase, stop=self.stop_agreed, **options)
         if timesteps is None:
@@ -299,7 +300,7 @@ class PPOTrainer(Stepwise):
         with self.clock.measure('score'):
             experiences = self.maker.make(samples, kl_coef=kl_coef, **given)
             if self.actor_waits:
-                estimate_advantages(compared(experiences), c.estimator, replace(c, value_lam=1.0))
+                estimate_advantages(compared(experiences), c.estimator, replace(c, value_lam=1.0), self.strategy)
         return experiences
 
     # ------------------------------------------------------------------ learn
@@ -319,17 +320,18 @@ class PPOTrainer(Stepwise):
     def _run(self, passes: Passes, phase: PhaseMetrics, counts: dict[str, int]) -> None:
         """Runs some passes of a phase; adds to its metrics, and to its counts of skipped train batches and of passes
         that `target_kl` ended early."""
-        c = self.config
+        c, strategy = self.config, self.strategy
         for epoch in range(passes.epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
             for number, records in enumerate(self._train_batches(passes, epoch)):
                 if not any(bool(r.response_mask.any()) for r in records):
                     counts['skipped_batches'] += 1  # everything was filtered; a step would only decay the weights
                     continue
+                records = moved(strategy, records, strategy.sums.ranks_of([r.num_tokens for r in records]))
                 self.callbacks.on_learn_batch_start(self)
                 rates, guard = passes.set_rates(), RatioGuard(c)
                 result = learn_batch(
-                    self.strategy,
+                    strategy,
                     passes.work(records),
                     max_tokens=c.max_tokens_per_batch,
                     max_grad_norm=c.max_grad_norm,
@@ -351,9 +353,12 @@ class PPOTrainer(Stepwise):
 
     def _end(self, experiences: list[Experience], learned: dict[str, float], num_learned: int) -> dict[str, float]:
         """Ends a learning phase, with `num_learned` tokens of all passes; returns its metrics."""
-        metrics = experience_metrics(experiences, self.config, self.kl_controller.value, self.maker.shaper)
+        metrics = experience_metrics(
+            experiences, self.config, self.kl_controller.value, self.maker.shaper, self.strategy
+        )
         if self.maker.settings.recompute_logprobs and not self.strategy.sums.exact:  # an engine promises no bits
-            metrics |= mismatch_metrics(experiences, self.phase if self.config.max_staleness else None)
+            phase = self.phase if self.config.max_staleness else None
+            metrics |= mismatch_metrics(experiences, phase, self.strategy)
         if not self.actor_waits:
             self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
         metrics |= self._kept_metrics | learned | {'ppo/num_updates': float(self.num_updates)}
@@ -391,7 +396,7 @@ class PPOTrainer(Stepwise):
         """Returns the passes of the actor, and of models that learn from its train batches."""
         c, names = self.config, [learner.name for learner in learners]
         return Passes(
-            c.estimator.whiten(experiences) if c.whitens_advantages else experiences,
+            c.estimator.whiten(experiences, self.strategy) if c.whitens_advantages else experiences,
             c.max_epochs,
             c.train_batch_size,
             partial(self.work, learners=learners),

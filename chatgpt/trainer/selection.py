@@ -18,7 +18,9 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from chatgpt.nn.records import numbers
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Experience, Sample, tensors_to
@@ -52,7 +54,7 @@ class Selection:
     """Selects the experience of a phase, all ranks together, before learning."""
 
     def __init__(self, config: PPOConfig, strategy: Strategy) -> None:
-        self.config, self.warns = config, strategy.is_rank_0
+        self.config, self.strategy, self.warns = config, strategy, strategy.is_rank_0
         self.metrics: dict[str, float] = {}
         """`rollout/...` of the latest selection"""
         self._has_warned_of_failures = False
@@ -74,9 +76,14 @@ class Selection:
             experiences = chosen
         self._leave_out_overlong(experiences)
         if c.max_staleness:
-            ages = [phase - e.token_versions for e in experiences]
-            self.metrics['rollout/staleness_mean'] = sum(float(age.double().mean()) for age in ages) / len(ages)
-            self.metrics['rollout/staleness_max'] = float(max(int(age.max()) for age in ages))
+
+            def row(e: Experience) -> Tensor:
+                age = (phase - e.token_versions).double()
+                return torch.stack([age.mean(), age.max()])
+
+            means, highest = numbers(experiences, row, 2, self.strategy).T.tolist()
+            self.metrics['rollout/staleness_mean'] = sum(means) / len(means)
+            self.metrics['rollout/staleness_max'] = max(highest)
         return experiences
 
     def _check_failed(self, experiences: SequenceOf[Experience], phase: int) -> None:
@@ -140,7 +147,8 @@ class Selection:
 
 class ReplayBuffer:
     """A buffer of experience between collect and learn: single sequences, unpadded, ordered by sample index. Every rank
-    holds the same, so the batch order needs no communication.
+    has the same list, so the batch order needs no communication, and holds the tensors of its own records
+    (`chatgpt.nn.records`).
 
     Args:
         limit: maximum number of sequences; the oldest are dropped. 0 keeps all.

@@ -11,12 +11,13 @@ from layouts import SMALL_CHUNKS
 from tiny_runs import check_resume, fit, outcome, ppo
 
 from chatgpt.batching import collate
+from chatgpt.nn.records import is_here
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.callbacks import SaveCheckpoint
-from chatgpt.trainer.critic import flattened, unflattened
+from chatgpt.trainer.critic import pieces_of, read_targets
 from chatgpt.trainer.schedule import FitPlan
 
 WARM = {'critic_warmup_phases': 2, 'critic_epochs': 3, 'critic_train_batch_size': 2}
@@ -181,15 +182,49 @@ def test_other_strategies_wait_and_resume(cls, kind, options, tmp_path):
     assert first['metrics'][2]['ppo/num_updates'] > 0
 
 
+class Rank:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+
+class Pieces:
+    """A reader of pieces, each element of which is written once."""
+
+    def __init__(self, pieces: list[Any]) -> None:
+        self.found: dict[str, Any] = {}
+        for piece in sorted(pieces, key=lambda p: p.start):
+            before = self.found.get(piece.name, piece.data[:0])
+            assert piece.start == len(before) and piece.stop == piece.start + len(piece.data)
+            self.found[piece.name] = torch.cat([before, piece.data])
+            self.found.setdefault(f'shape of {piece.name}', piece.shape)
+            assert self.found[f'shape of {piece.name}'] == piece.shape
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        assert self.found[name].shape == self.found[f'shape of {name}']
+        return tuple(self.found[name].shape)
+
+    def read(self, name: str, start: int, stop: int) -> Any:
+        return self.found[name][start:stop]
+
+
 def test_rollouts_survive_a_checkpoint_to_the_bit():
     trainer = fit(ppo(critic_warmup_phases=2), 1)
     kept = trainer.course.kept
     assert len(kept) == 4
-    for ours, again in zip(kept, unflattened(flattened(kept)), strict=True):
-        for name in ('prompt_ids', 'response_ids', 'response_mask', 'values', 'returns'):
-            a, b = getattr(ours, name), getattr(again, name)
-            assert a.dtype == b.dtype and torch.equal(a, b), name
-        assert ours.index == again.index
+    for ours in kept:  # as on three ranks: each writes its own
+        ours.rank = ours.index % 3
+    pieces = [piece for rank in range(3) for piece in pieces_of(kept, Rank(rank, 3))]
+    whole = Pieces(pieces)
+    for world_size in (1, 2):
+        for rank in range(world_size):
+            again = read_targets(whole, Rank(rank, world_size))
+            assert [is_here(t) for t in again] == [i * world_size // 4 == rank for i in range(4)]
+            for a, b in zip(kept, again, strict=True):
+                assert a.index == b.index and torch.equal(a.response_mask, b.response_mask)
+                for name in ('prompt_ids', 'response_ids', 'values', 'returns'):
+                    mine, read = getattr(a, name), getattr(b, name)
+                    assert mine.dtype == read.dtype and mine.shape == read.shape
+                    assert not is_here(b) or torch.equal(mine, read), name
 
 
 def test_a_resume_takes_up_passes_of_its_own(tmp_path):

@@ -12,10 +12,12 @@ from tiny_runs import PROMPTS, check_outcome, close, outcome, ppo
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
+from chatgpt.nn.records import is_here
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import strategies
+from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.run_control import RankMismatchError, check_ranks
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Sequence
@@ -23,6 +25,16 @@ from chatgpt.types import Sequence
 LR, PHASES, EPOCHS = 1e-3, 3, 2
 LAYOUTS = [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True, 'meta_init': True})]
 SIZES = {'experience_batch_size': 8, 'max_epochs': EPOCHS, 'max_new_tokens': 8, 'max_tokens_per_batch': 48}
+
+
+class Held(Callback):
+    """Notes which records of the buffer this rank holds, in each pass."""
+
+    def __init__(self) -> None:
+        self.here: list[list[bool]] = []
+
+    def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
+        self.here.append([is_here(e) for e in trainer.buffer])
 
 
 def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -34,10 +46,12 @@ def train(layouts: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
             calls.append(len(prompts))
             return [float(sum(c in 'aeiou0123456789' for c in r)) for r in responses]
 
+        held = Held()
         with getattr(strategies, kind)(seed=3, device='cpu', **options) as strategy:
-            trainer = ppo(strategy, reward, lr=LR, score_scaling='running', whiten_rewards=True, **SIZES)
+            settings = {'score_scaling': 'running', 'whiten_rewards': True, 'callbacks': [held]}
+            trainer = ppo(strategy, reward, lr=LR, **settings, **SIZES)
             trainer.fit([*PROMPTS, 'a seven'], 1, PHASES, 1)
-            found.append(outcome(strategy, trainer, calls=calls))
+            found.append(outcome(strategy, trainer, calls=calls, here=held.here))
     return found
 
 
@@ -48,6 +62,9 @@ def test_two_processes_equal_one():
         assert (first['samples'], first['metrics']) == (second['samples'], second['metrics'])
         # the reward function is called once for the whole batch of a timestep
         assert (first['calls'], second['calls']) == ([8] * PHASES, [])
+        # each rank has the list of all records, and holds those that it scored
+        assert first['here'] == [[True] * 4 + [False] * 4] * PHASES * EPOCHS
+        assert second['here'] == [[False] * 4 + [True] * 4] * PHASES * EPOCHS
 
 
 DIFFERENCES = {

@@ -43,7 +43,7 @@ def test_versions_of_some_ranks_are_in_a_checkpoint():
 
 def test_staleness_is_of_tokens():
     config = PPOConfig(max_staleness=4)
-    selection = Selection(config, types.SimpleNamespace(is_rank_0=True))  # type: ignore[arg-type]
+    selection = Selection(config, types.SimpleNamespace(is_rank_0=True, world_size=1))  # type: ignore[arg-type]
     selection(two(3, [None, MIXED]), 5, lambda count: None)
     ages = [2, (2 + 2 + 1) / 3]
     assert selection.metrics['rollout/staleness_mean'] == pytest.approx(sum(ages) / 2)

@@ -10,6 +10,7 @@ import torch
 
 from chatgpt.data import TokenizedPreference
 from chatgpt.nn import AutoActor, AutoCritic
+from chatgpt.nn.records import fetched
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer, SFTTrainer
@@ -21,7 +22,7 @@ SMALL: dict[str, Any] = {'vocab_size': 16, 'hidden': 16, 'positions': 32}
 
 
 class Log(ProgressBar):
-    """Records the metrics of every phase, without the seconds, and its experiences."""
+    """Records the metrics of every phase, without the seconds, and its experiences, of all ranks."""
 
     def __init__(self) -> None:
         super().__init__(enabled=False)
@@ -29,7 +30,7 @@ class Log(ProgressBar):
         self.experiences: list[list[Experience]] = []
 
     def on_make_experience_end(self, trainer: Any, experiences: list[Experience]) -> None:
-        self.experiences.append(experiences)
+        self.experiences.append(fetched(trainer.strategy, experiences))
 
     def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})

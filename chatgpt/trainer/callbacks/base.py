@@ -58,7 +58,9 @@ class TrainerView(Protocol):
     @property
     def total_updates(self) -> int | None: ...
     @property
-    def last_experiences(self) -> list[Experience]: ...
+    def last_experiences(self) -> list[Experience]:
+        """Those of the last phase, as in `on_make_experience_end`."""
+
     @property
     def resumed_from(self) -> Path | None: ...
     @property
@@ -112,7 +114,12 @@ class Callback:
         """Called before a phase's first timestep is collected."""
 
     def on_make_experience_end(self, trainer: TrainerView, experiences: list[Experience]) -> None:
-        """Called after all timesteps are scored; `experiences` are those of all ranks, ordered by sample index."""
+        """Called after all timesteps are scored.
+
+        Args:
+            experiences: those of all ranks, ordered by sample index. Another rank's have scores, groups and masks, but
+                no texts and no numbers of tokens: `chatgpt.nn.records.fetched`, on all ranks, returns some whole.
+        """
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
         """Called before pass number `epoch` over the data, counted from 0 (in each phase of an online trainer)."""

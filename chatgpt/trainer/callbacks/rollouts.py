@@ -18,6 +18,7 @@ from torch import Tensor
 
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.lines import json_safe
+from chatgpt.nn.records import fetched
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.types import Batch, Episode, Experience
@@ -94,7 +95,7 @@ class RolloutRecorder(Callback):
         seen, self._seen = self._seen, []
         if not self._is_due(trainer, step) or not trainer.last_experiences:
             return
-        chosen = first_groups(trainer.last_experiences, self.num_sequences)
+        chosen = fetched(trainer.strategy, first_groups(trainer.last_experiences, self.num_sequences))
         entropy = _entropies(trainer, seen, chosen)
         if trainer.strategy.is_rank_0:
             self._write(trainer, step, chosen, entropy)

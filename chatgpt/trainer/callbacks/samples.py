@@ -1,30 +1,33 @@
 """Tables of sample texts with their scores, on the terminal and in run_dir/samples.jsonl.
 
-They show the first prompts of a phase, which change with the data order; for fixed prompts use an `Evaluator`.
+They show the first prompts of a phase on rank 0, which change with the data order; for fixed prompts use an
+`Evaluator`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import Any
 
 import torch
 
+from chatgpt.nn.records import is_here
 from chatgpt.trainer.callbacks.base import TrainerView, check_interval, say
 from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience, Sample
 
 
 def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """Returns the first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended; for
-    a conversation also last_turn, which tables show in place of the prompt.
+    """Returns the first `num_rows` of this rank as dicts: index, prompt, response, score, kl (nats, summed),
+    num_tokens, ended; for a conversation also last_turn, which tables show in place of the prompt.
 
     For an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
     {'observation': text}.
     """
     rows = []
-    for e in experiences[:num_rows]:
+    for e in islice(filter(is_here, experiences), num_rows):
         kl = float(torch.where(e.response_mask, e.old_logprobs - e.ref_logprobs, 0.0).double().sum())
         rows.append(
             {

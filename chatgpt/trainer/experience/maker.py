@@ -1,8 +1,9 @@
 """Makes experience from samples: scores, reference log-probs, values, rewards per token, advantages.
 
-Each rank scores its own samples and runs the models over them, in micro-batches. Then the records of all ranks are
-gathered, ordered by sample index. Everything that spans sequences (score scaling, groups, whitening) is computed from
-that list on every rank, so the result does not depend on the world size.
+Each rank scores its own samples and runs the models over them, in micro-batches. The records stay there: every rank
+gets the list of all, ordered by sample index, with the tensors of its own (`chatgpt.nn.records`). What spans sequences
+is computed from numbers of each record, the same on every rank, so the result does not depend on the world size: score
+scaling from scores, whitening from moments. Groups are whole on a rank.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from chatgpt.batching import collate
 from chatgpt.functional.choices import KLKind
 from chatgpt.functional.losses import kl_full
-from chatgpt.functional.masking import whiten
+from chatgpt.functional.masking import joined_moments, moments, whiten, whitening
 from chatgpt.functional.ppo import kl_penalty, token_rewards
-from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, read_back, sweep
+from chatgpt.nn.records import is_here, numbers, shared
+from chatgpt.nn.sweep import Communicator, cuts_of_own, read_back, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
 from chatgpt.trainer.experience.shaping import ScoreShaper
@@ -50,7 +52,7 @@ class ExperienceMaker:
         critic: as prepared; None if there is none or the actor carries the value head.
         reference: see `Reference`; without one, the KL is 0.
         scorer: None if scores are passed with every batch.
-        estimate: writes `advantages` and `returns` of the gathered, ordered list, which holds rewards, in place.
+        estimate: writes `advantages` and `returns` of the ordered list, which holds rewards, in place. A collective.
         actor_has_values: the actor carries a value head.
     """
 
@@ -79,7 +81,8 @@ class ExperienceMaker:
         scores: list[Score] | None = None,
         settings: ExperienceSettings | None = None,
     ) -> list[Experience]:
-        """Returns the experience of **all** ranks, ordered by sample index, from this rank's `samples`.
+        """Returns the experience of **all** ranks, ordered by sample index, from this rank's `samples`; outlines of the
+        other ranks' records.
 
         Args:
             kl_coef: β, the weight of the per-token KL in the reward.
@@ -98,7 +101,7 @@ class ExperienceMaker:
                 scores = self.scorer.score(samples, self.strategy)
         local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
         self._run_models(local, settings)
-        experiences = gathered(self.strategy, local, lambda e: e.index)
+        experiences = shared(self.strategy, local)
         self._fill_rewards(experiences, kl_coef)
         self.estimate(experiences)
         return experiences
@@ -145,28 +148,36 @@ class ExperienceMaker:
 
     def _fill_rewards(self, experiences: list[Experience], kl_coef: float) -> None:
         shaped = self.shaper([e.score for e in experiences], experiences)
+        sizes = {e.index: abs(score) for e, score in zip(experiences, shaped, strict=True)}
         for e, score in zip(experiences, shaped, strict=True):
             e.shaped_score = score
+            if not is_here(e):
+                continue
             if e.token_scores is None:
                 e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
             else:
                 # `score` is the sum of the dense scores, so it must not be paid as well.
                 dense, once = self.shaper.of_tokens(e.token_scores, e)
                 e.rewards = token_rewards(e.kl, kl_coef, once, e.response_mask, token_scores=dense)
-                score = float(dense.abs().sum()) + abs(once)
-            if abs(score) > LARGEST_REWARD:
+                sizes[e.index] = float(dense.abs().sum()) + abs(once)
+
+        def row(e: Experience) -> Tensor:
+            return torch.cat([torch.tensor([sizes[e.index]]).double(), moments(e.rewards, e.response_mask)])
+
+        table = numbers(experiences, row, 4, self.strategy)
+        for e, size in zip(experiences, table[:, 0].tolist(), strict=True):
+            if size > LARGEST_REWARD:
                 raise RewardValueError(
                     f'the score {e.score:g} of {e.called} is beyond {LARGEST_REWARD:g}, and squares of such rewards '
                     'overflow in fp32; give score_clip, or a reward of another scale'
                 )
         if self.settings.whiten_rewards and experiences:
-            mask, lengths = torch.cat([e.response_mask for e in experiences]), [e.num_actions for e in experiences]
-            before = torch.cat([e.rewards for e in experiences])
-            flat = whiten(before, mask, shift_mean=False)
-            size = float(before.abs().sum())
-            factor = float(flat.abs().sum()) / size if size else 1.0
-            for e, rewards in zip(experiences, flat.split(lengths), strict=True):
-                e.rewards, e.shaped_score = rewards.clone(), e.shaped_score * factor
+            over = joined_moments(table[:, 1:])
+            factor = float(whitening(over)[1])
+            for e in experiences:
+                e.shaped_score *= factor
+                if is_here(e):
+                    e.rewards = whiten(e.rewards, e.response_mask, shift_mean=False, over=over)
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:

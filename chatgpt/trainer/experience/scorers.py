@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from chatgpt.batching import collate
 from chatgpt.data.rewards.calling import call, check_call, describe_error, made, one_each, place_of
 from chatgpt.data.tokenize import tokenize_again
+from chatgpt.nn.records import fetched, lengths_only
 from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, read_back, sweep
 from chatgpt.types import Experience, Prompt, Sample, Sequence
 
@@ -181,7 +182,8 @@ class FunctionScorer:
             raise type(error)(f'{error}; it is defined {place_of(self.fn)}') from None
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        everyone = gathered(strategy, samples, lambda s: s.index)
+        # texts and columns alone: a function does not read ids and log-probs
+        everyone = gathered(strategy, [lengths_only(s) for s in samples], lambda s: s.index)
         scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(everyone))
         by_index = {s.index: score for s, score in zip(everyone, scores, strict=True)}
         return [by_index[s.index] for s in samples]
@@ -442,5 +444,6 @@ def rescored(scorer: RewardModelScorer, experiences: SequenceOf[Experience], str
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        again = [scorer.score([e], strategy)[0] for e in experiences[:NUM_RESCORED]]
-    return max(abs(float(new) - e.score) for new, e in zip(again, experiences, strict=False))
+        chosen = fetched(strategy, experiences[:NUM_RESCORED])
+        again = [scorer.score([e], strategy)[0] for e in chosen]
+    return max(abs(float(new) - e.score) for new, e in zip(again, chosen, strict=True))

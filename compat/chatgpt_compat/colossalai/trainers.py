@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from chatgpt.nn.records import is_here
 from chatgpt.strategies import Strategy
 from chatgpt.trainer import PPOTrainer as OurPPOTrainer
 from chatgpt.trainer import RewardModelTrainer as OurRewardModelTrainer
@@ -246,7 +247,7 @@ class Callback(ours.Callback):
     """Base class of callbacks. Hooks may have ColossalAI's arguments, or this library's, which begin with the trainer.
 
     `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end(metrics, experience)` is the list of a
-    phase's `chatgpt.types.Experience`.
+    phase's `chatgpt.types.Experience` on this process.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -271,6 +272,8 @@ def _without_trainer(hook: Any, name: str) -> Any:
     def called(self: Callback, trainer: TrainerView, *arguments: Any) -> None:
         if name == 'on_learn_batch_end':
             arguments = (*arguments, trainer.last_experiences)
+        if name in ('on_learn_batch_end', 'on_make_experience_end'):
+            arguments = (*arguments[:-1], [e for e in arguments[-1] if is_here(e)])
         hook(self, *arguments)
 
     del called.__wrapped__  # type: ignore[attr-defined]  # `signature` of the hook is then the one with the trainer

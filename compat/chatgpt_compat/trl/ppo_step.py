@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from chatgpt.functional.ppo import gae
 from chatgpt.nn import Actor, dropout_off, is_encoder_decoder, start_token
+from chatgpt.nn.records import fetched
 from chatgpt.rollout import Abilities, Call, HFEngine, LocalEngine, RolloutEngine
 from chatgpt.strategies import strategy_by_name
 from chatgpt.trainer import PPOConfig as OurConfig
@@ -111,7 +112,7 @@ class _Trainer(PPOTrainer):
     recorder = Recorder()
 
     def work(self, records: list[Experience], learners: Any) -> Any:
-        self.recorder.note(records)
+        self.recorder.note(fetched(self.strategy, records))
         measure = partial(self.recorder.measure, self.config)
         return super().work(records, [replace(x, loss=Measured(x.loss, measure)) for x in learners])
 
@@ -382,7 +383,7 @@ class ClassicPPOTrainer:
             None if response_masks is None else [m.detach().cpu() for m in response_masks],
         )
         begin = time.perf_counter()
-        experiences = inner.last_experiences
+        experiences = fetched(self._strategy, inner.last_experiences)
         stats = of_step(experiences, metrics, inner.recorder, inner.config.value_coef)
         stats['ppo/learning_rate'] = float(self.optimizer.param_groups[0]['lr'])
         if self.config.adap_kl_ctrl and inner.config.kl_kind != 'k1':

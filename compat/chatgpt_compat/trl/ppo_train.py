@@ -21,6 +21,7 @@ from transformers.trainer_utils import TrainOutput
 
 from chatgpt.data import PromptSet, as_prompts, note_model
 from chatgpt.nn import Actor, Critic, RewardModel, has_lora, is_encoder_decoder, load_config, position_limit
+from chatgpt.nn.records import fetched
 from chatgpt.trainer import PPOConfig as OurConfig
 from chatgpt.trainer import PPOTrainer as OurPPOTrainer
 from chatgpt.trainer import PromptEvaluation
@@ -494,7 +495,8 @@ class PPOTrainer(LaterTrainer):
 
     def _trl_metrics(self, ours: Mapping[str, float]) -> dict[str, float]:
         """Returns the update's metrics by TRL's names and formulas, but with means over tokens without padding."""
-        experiences, end = self.inner.last_experiences, self.processing_class.eos_token_id
+        experiences = fetched(self.inner.strategy, self.inner.last_experiences)
+        end = self.processing_class.eos_token_id
         surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
         return named(TRL, ours, self.inner.config) | {
             'eps': int(self.state.episode / max(time.perf_counter() - self._started, 1e-9)),

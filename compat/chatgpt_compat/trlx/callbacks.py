@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
+from chatgpt.nn.records import fetched
 from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.trainer import SaveError
 from chatgpt.trainer.callbacks import Callback, Evaluator, SaveCheckpoint
@@ -133,6 +134,7 @@ class RolloutFiles(Callback):
         self.folder, self.config = Path(folder, f'run-{uuid.uuid4()}'), config
 
     def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+        experiences = fetched(trainer.strategy, experiences)
         if not trainer.strategy.is_rank_0:
             return
         if not self.folder.is_dir():

@@ -22,6 +22,7 @@ from torch import Tensor
 from chatgpt import nn
 from chatgpt.data import PromptSet, note_model
 from chatgpt.nn import freeze_below, hidden_size, load_causal_lm, load_config, mlp_head, start_token
+from chatgpt.nn.records import is_here
 from chatgpt.rollout import HFEngine, LocalEngine, from_generation_kwargs
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.strategies import strategy_by_name
@@ -423,8 +424,8 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
 
     @property
     def store(self) -> list[Any]:
-        """The experience of the last phase."""
-        return list(self.trainer.last_experiences)
+        """The experience of the last phase on this process, as in trlX."""
+        return [e for e in self.trainer.last_experiences if is_here(e)]
 
     def build(self) -> PPOTrainer:
         config, strategy, method = self.config, self.strategy, self.config.method
