@@ -33,6 +33,8 @@ PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 _KEPT = ('full copy', 'key/value cache')
 """entries of collecting that the local engine keeps for the next phase: the policy's copy and the cache"""
+RECORD_BYTES = 49
+"""per token of a response: its id (int64), the mask, and ten numbers in fp32"""
 PREFILL_TOKENS = 16384
 """most tokens of one forward over prompts (`chatgpt.rollout.local`)"""
 
@@ -305,8 +307,20 @@ def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
     return held + memory
 
 
+def _records(setup: Setup, num_sequences: int) -> int:
+    """Returns the bytes of a rank's share of records, with responses of full length."""
+    each = 8 * setup.max_prompt_tokens + RECORD_BYTES * setup.max_new_tokens
+    return -(-num_sequences // setup.ranks) * each
+
+
 def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
-    """Adds to scoring and learning what the local engine keeps for the next phase, if `setup.keep`."""
+    """Adds the records of the phase, in host memory, and those that a rank receives for a train batch; and to scoring
+    and learning what the local engine keeps for the next phase, if `setup.keep`."""
+    sequences = setup.update_timesteps * setup.experience_batch_size * setup.num_samples_per_prompt
+    for name in ('collect', 'score', 'learn'):
+        phases[name].add('records', _records(setup, sequences), host=setup.on_cuda)
+    if setup.ranks > 1:
+        phases['learn'].add('records', _records(setup, setup.train_batch_size), host=setup.on_cuda)
     kept = sum(phases['collect'].device.get(name, 0) for name in _KEPT) if setup.keep else 0
     for name in ('score', 'learn'):
         phases[name] = phases[name] + Memory({'kept for generating': kept} if kept else {})
