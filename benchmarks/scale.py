@@ -248,10 +248,14 @@ def phases(numbers: dict[str, Any]) -> str:
         copies = case.part('tensor_parallel') * case.part('sequence_parallel')
         pickled = records * case.timestep / PROMPTS
         on_machine = (records + pickled) * min(MACHINE, case.training)
-        sent = [three(weights / GB), three(weights / PORT), f'{weights / PORT / seconds:.0%}'] if weights else ['-'] * 3
+        sent = ['-'] * 4
+        if weights:
+            shares = f'{weights / PORT / seconds:.0%}', three(weights / case.training / GB)
+            sent = [three(weights / GB), three(weights / PORT), *shares]
         held = [three(size / GB) if size else '-' for size in (records, pickled * copies, on_machine)]
         rows.append([case.model, case.cards, case.name, three(seconds), *sent, *held])
-    head = 'model | cards | arrangement | phase, s | weights out of rank 0, GB | s | of the phase'
+    head = 'model | cards | arrangement | phase, s | NCCL: weights out of rank 0, GB | s | of the phase'
+    head += ' | TCP: out of each card, GB'
     return markdown(f'{head} | records, GB | while gathered, on each card, GB | in host memory, one machine, GB', rows)
 
 

@@ -1,5 +1,6 @@
 """An engine shared by all ranks, with workers owned by rank 0, or by the processes of one rank (`RankProcesses`).
 
+    every rank's share of the weights ─▶ all workers
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ samples to every rank, which keeps its own
 
 For workers that are larger than the share of one rank, such as vLLM on several GPUs. Every call except `cancel` and
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from chatgpt.nn.actor import Actor
 from chatgpt.rollout.call import Call, joined
 from chatgpt.rollout.engine import EngineAround, RolloutEngine
+from chatgpt.rollout.remote import Order
 from chatgpt.types import Sample
 
 
@@ -23,6 +25,7 @@ class Ranks(Protocol):
     """The methods of a strategy that `SharedEngine` uses."""
 
     rank: int
+    world_size: int
     is_rank_0: bool
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
@@ -39,7 +42,7 @@ class RankProcesses:
         ranks: the strategy's `ranks`.
     """
 
-    rank = 0
+    rank, world_size = 0, 1
 
     def __init__(self, ranks: Any) -> None:
         self.is_rank_0, self.from_leader, self.untimed = ranks.leads, ranks.from_leader, ranks.untimed
@@ -69,8 +72,9 @@ class SharedEngine(EngineAround):
         super().__init__(engine)
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
-    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
-        """Calls the function on rank 0, and returns its result or raises its error on every rank."""
+    def _on_rank_0(self, function: Callable[[], Any], on_others: Callable[[Order], None] | None = None) -> Any:
+        """Calls the function on rank 0, and returns its result or raises its error on every rank. The others call
+        `on_others` with each `Order` that rank 0 broadcasts meanwhile."""
         value: Any = None
         error: Exception | None = None
         with self.ranks.untimed():
@@ -79,14 +83,25 @@ class SharedEngine(EngineAround):
                     value = function()
                 except Exception as raised:
                     error = raised
-        value, sent_error = self.ranks.broadcast_object((value, error))
+        message = self.ranks.broadcast_object((value, error))
+        while isinstance(message, Order):
+            assert on_others is not None
+            try:
+                on_others(message)
+            except Exception as raised:  # rank 0 fails as well, without this share
+                error = raised
+            message = self.ranks.broadcast_object(None)
+        value, sent_error = message
         if sent_error is not None:
             raise error or sent_error
         return value
 
     def begin(self, actor: Actor) -> None:
-        """Starts a collect phase with the weights of rank 0."""
-        self._on_rank_0(lambda: self.engine.begin(actor))
+        """Starts a collect phase. Every rank has the same weights; each process that has them sends a share."""
+        sender: Any = self.engine.generator
+        ranks = getattr(self.ranks, 'processes', self.ranks)
+        sender.sending_ranks = ranks if ranks.world_size > 1 else None
+        self._on_rank_0(lambda: self.engine.begin(actor), lambda order: sender.send_share(actor.model, order))
 
     def generate(self, call: Call) -> list[Sample]:
         return self.take(self.submit(call))
