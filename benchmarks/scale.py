@@ -248,12 +248,16 @@ def phases(numbers: dict[str, Any]) -> str:
         own = records / case.ranks
         update = own / UPDATES if case.ranks > 1 else 0
         on_machine = (own + update) * min(MACHINE, case.training)
-        sent = [three(weights / GB), three(weights / PORT), f'{weights / PORT / seconds:.0%}'] if weights else ['-'] * 3
+        sent = ['-'] * 4
+        if weights:
+            shares = f'{weights / PORT / seconds:.0%}', three(weights / case.training / GB)
+            sent = [three(weights / GB), three(weights / PORT), *shares]
         held = [three(size / GB) if size else '-' for size in (records, own, 2 * update, on_machine)]
         rows.append([case.model, case.cards, case.name, three(seconds), *sent, *held])
-    head = 'model | cards | arrangement | phase, s | weights out of rank 0, GB | s | of the phase'
+    head = 'model | cards | arrangement | phase, s | NCCL: weights out of rank 0, GB | s | of the phase'
+    head += ' | TCP: out of each card, GB | records, GB'
     held = 'of a rank, GB | while they move, on each card, GB | in host memory, one machine, GB'
-    return markdown(f'{head} | records, GB | {held}', rows)
+    return markdown(f'{head} | {held}', rows)
 
 
 def three(value: float) -> str:

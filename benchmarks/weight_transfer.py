@@ -4,14 +4,17 @@
 
 All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first access to a
 weight until every worker has them in its model. Methods take turns, and a ratio is taken within a round, since other
-load changes every number.
+load changes every number. Memory is resident memory: the peak during one transfer in new processes, less what was there
+before, the workers' models included.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +23,10 @@ from harness import alternate, markdown, ratios, script_parser, where, write_pag
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor
+from chatgpt.rollout import RemoteEngine
 from chatgpt.rollout.cluster import import_ray
 from chatgpt.rollout.handshake import Handshake
+from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.rollout.ray_workers import _Actor as RolloutActor
 from chatgpt.rollout.wire import ModelSpec, fill_buckets, plan_buckets, policy_tensors
 from chatgpt.testing.processes import free_port
@@ -30,7 +35,8 @@ SIZES: dict[str, dict[str, int]] = {  # the shapes of GPT-2
     'tiny': {'n_embd': 64, 'n_layer': 2, 'n_head': 2, 'vocab_size': 512},
     'small': {'n_embd': 768, 'n_layer': 12, 'n_head': 12, 'vocab_size': 50257},
 }
-BUCKETS_MIB = (1, 16, 64, 256)
+BUCKETS_MIB = (1, 16, 64)
+AT_ONCE = 'store, all buckets at once'
 
 
 def make_model(size: str) -> Any:
@@ -38,34 +44,19 @@ def make_model(size: str) -> Any:
     return AutoModelForCausalLM.from_config(GPT2Config(n_positions=1024, **SIZES[size])).eval()
 
 
-class Trainer:
-    """The sender: holds the weights and joins a broadcast group."""
+class Process:
+    """An actor that measures its memory and joins a broadcast group."""
 
-    def __init__(self, size: str) -> None:
-        torch.set_num_threads(1)
-        self.ray, self.model, self.version = import_ray('this benchmark'), make_model(size), 0
-        self.flat = torch.zeros(0)
+    flat = torch.zeros(0)
+    before = 0
 
-    def describe(self) -> tuple[ModelSpec, int]:
-        tensors = policy_tensors(Actor(self.model).model)
-        return ModelSpec.of(self.model), sum(t.numel() * t.element_size() for t in tensors.values())
+    def watch(self) -> None:
+        """Starts a measurement of peak memory."""
+        Path('/proc/self/clear_refs').write_text('5')
+        self.before = memory_kib('VmRSS')
 
-    def buckets(self, workers: list[Any], bucket_bytes: int) -> float:
-        """Sends the weights in buckets, as `RemoteEngine.begin` does."""
-        start = time.perf_counter()
-        tensors, self.version = policy_tensors(self.model), self.version + 1
-        handshake = Handshake.of(Actor(self.model), 'RemoteEngine')
-        manifest = plan_buckets(tensors, version=self.version, handshake=handshake, bucket_bytes=bucket_bytes)
-        handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
-        self.ray.get([w.call.remote('take_weights', manifest, handles) for w in workers])
-        return time.perf_counter() - start
-
-    def dictionary(self, workers: list[Any]) -> float:
-        """Sends a state dict through Ray's object store."""
-        start = time.perf_counter()
-        handle = self.ray.put(dict(policy_tensors(self.model)))
-        self.ray.get([w.take_dictionary.remote([handle]) for w in workers])
-        return time.perf_counter() - start
+    def peak_mb(self) -> float:
+        return (memory_kib('VmHWM') - self.before) * 1024 / 1e6
 
     def join(self, rank: int, world_size: int, port: int) -> None:
         os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
@@ -84,6 +75,50 @@ class Trainer:
     def leave(self) -> None:
         dist.destroy_process_group()
 
+
+def memory_kib(name: str) -> int:
+    """Returns a number of /proc/self/status."""
+    found = re.search(rf'{name}:\s+(\d+)', Path('/proc/self/status').read_text())
+    assert found is not None
+    return int(found[1])
+
+
+class Trainer(Process):
+    """The sender, which holds the weights."""
+
+    def __init__(self, size: str) -> None:
+        torch.set_num_threads(1)
+        self.ray, self.model, self.version = import_ray('this benchmark'), make_model(size), 0
+        self.actor = Actor(self.model)
+
+    def describe(self) -> tuple[ModelSpec, int]:
+        tensors = policy_tensors(self.model)
+        return ModelSpec.of(self.model), sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def begin(self, workers: list[Any], way: str, mib: int) -> float:
+        """Sends the weights as `RemoteEngine` does."""
+        pool = RayWorkers(len(workers))
+        pool.actors, pool._places = workers, [w.place.remote() for w in workers]
+        engine = RemoteEngine(pool, weight_transfer=way, bucket_bytes=mib << 20)
+        engine.spec = ModelSpec.of(self.model)  # the workers run
+        start = time.perf_counter()
+        engine.begin(self.actor)
+        return time.perf_counter() - start
+
+    def all_at_once(self, workers: list[Any], way: str, mib: int) -> float:
+        """Puts every bucket into the object store before the workers fetch the first."""
+        start = time.perf_counter()
+        tensors, self.version = policy_tensors(self.model), self.version + 1
+        handshake = Handshake.of(self.actor, 'RemoteEngine')
+        manifest = plan_buckets(tensors, version=self.version, handshake=handshake, bucket_bytes=mib << 20)
+        handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
+        for worker in workers:
+            worker.call.remote('start_loading', (manifest,))
+            for number, handle in enumerate(handles):
+                worker.call.remote('fetch_bucket', (number, handle))
+        self.ray.get([w.call.remote('finish_loading') for w in workers])
+        return time.perf_counter() - start
+
     def copy(self, num_bytes: int) -> float:
         """Copies as many bytes in memory."""
         a, b = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
@@ -93,38 +128,65 @@ class Trainer:
         return time.perf_counter() - start
 
 
-class Worker(RolloutActor):
-    """A rollout actor that can also receive a state dict and join a broadcast group."""
+class Worker(RolloutActor, Process):
+    """A rollout actor."""
 
-    join, leave, broadcast = Trainer.join, Trainer.leave, Trainer.broadcast
-    flat = torch.zeros(0)
+    def build(self) -> None:
+        """Makes the model, with memory that is resident."""
+        worker: Any = self.worker
+        worker._model = worker.spec.build()
+        for parameter in worker._model.parameters():
+            parameter.zero_()
 
-    def take_dictionary(self, handles: list[Any]) -> None:
-        tensors = self.ray.get(handles[0])
-        named = dict(self.worker._model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                named[name].copy_(tensor)
+
+def ways() -> dict[str, tuple[str, str, int]]:
+    """Returns (method of the trainer, weight_transfer, MiB of a bucket) by name."""
+    found = {f'{way}, buckets of {mib} MiB': ('begin', way, mib) for way in ('tcp', 'store') for mib in BUCKETS_MIB}
+    return found | {AT_ONCE: ('all_at_once', 'store', 64)}
+
+
+def start(size: str, num_workers: int) -> tuple[Any, list[Any], int]:
+    """Returns a trainer, workers, and the bytes of the weights."""
+    ray = import_ray('this benchmark')
+    trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
+    spec, num_bytes = ray.get(trainer.describe.remote())
+    workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1, 'cpu') for _ in range(num_workers)]
+    ray.get([worker.build.remote() for worker in workers])
+    return trainer, workers, num_bytes
 
 
 def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, list[float]]]:
     """Returns the bytes of the weights, and the seconds of each method by round."""
     ray = import_ray('this benchmark')
-    trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
-    spec, num_bytes = ray.get(trainer.describe.remote())
-    workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1, 'cpu') for _ in range(num_workers)]
+    trainer, workers, num_bytes = start(size, num_workers)
     group, port = [trainer, *workers], free_port()
     ray.get([actor.join.remote(rank, len(group), port) for rank, actor in enumerate(group)])
-    ways: dict[str, Any] = {'broadcast': lambda: max(ray.get([actor.broadcast.remote(num_bytes) for actor in group]))}
-    for mib in BUCKETS_MIB:
-        ways[f'buckets of {mib} MiB'] = lambda mib=mib: ray.get(trainer.buckets.remote(workers, mib << 20))
-    ways['dict of tensors'] = lambda: ray.get(trainer.dictionary.remote(workers))
-    ways['copy in memory'] = lambda: ray.get(trainer.copy.remote(num_bytes))
-    seconds = alternate({name: lambda _, w=way: w() for name, way in ways.items()}, repeats)  # builds models first
+    acts: dict[str, Any] = {'broadcast': lambda: max(ray.get([actor.broadcast.remote(num_bytes) for actor in group]))}
+    for name, (method, way, mib) in ways().items():
+        send = getattr(trainer, method)
+        acts[name] = lambda send=send, way=way, mib=mib: ray.get(send.remote(workers, way, mib))
+    acts['copy in memory'] = lambda: ray.get(trainer.copy.remote(num_bytes))
+    seconds = alternate({name: lambda _, w=way: w() for name, way in acts.items()}, repeats)
     ray.get([actor.leave.remote() for actor in group])
     for actor in group:
         ray.kill(actor)
     return num_bytes, seconds
+
+
+def peaks(size: str, name: str) -> tuple[float, float]:
+    """Returns the peak memory of one transfer to one worker beside the models, in MB: of the trainer, of the worker.
+    Pages of the object store count where they are touched."""
+    ray = import_ray('this benchmark')
+    initialize()
+    try:
+        trainer, workers, _ = start(size, 1)
+        ray.get([actor.watch.remote() for actor in (trainer, *workers)])
+        method, way, mib = ways()[name]
+        ray.get(getattr(trainer, method).remote(workers, way, mib))
+        found = ray.get([actor.peak_mb.remote() for actor in (trainer, *workers)])
+        return found[0], found[1]
+    finally:
+        ray.shutdown()
 
 
 def table(num_bytes: int, seconds: dict[str, list[float]]) -> str:
@@ -137,6 +199,11 @@ def table(num_bytes: int, seconds: dict[str, list[float]]) -> str:
     return markdown('way | MB/s, median | range | speed against the broadcast', rows)
 
 
+def initialize(num_cpus: int = 2) -> None:
+    options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
+    import_ray('this benchmark').init('local', num_cpus=num_cpus, object_store_memory=3 << 30, **options)
+
+
 def main() -> None:
     parser = script_parser(__doc__, 'weight_transfer.md')
     parser.add_argument('--size', choices=SIZES, default='small')
@@ -144,8 +211,10 @@ def main() -> None:
     parser.add_argument('--repeats', type=int, default=5)
     args = parser.parse_args()
     ray = import_ray('this benchmark')
-    options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
-    ray.init('local', num_cpus=1 + max(args.workers), object_store_memory=3 << 30, **options)
+    rows = [[name, *(f'{mb:,.0f}' for mb in peaks(args.size, name))] for name in ways() if ways()[name][2] == 64]
+    memory = markdown('way | of the trainer, MB | of the worker, MB', rows)
+    print(memory, flush=True)
+    initialize(1 + max(args.workers))
     parts = [f'{args.repeats} rounds, {where()}, ray {ray.__version__}.']
     try:
         for number in args.workers:
@@ -158,7 +227,7 @@ def main() -> None:
     finally:
         ray.shutdown()
     if args.page:
-        write_page('weight_transfer.md', measured='\n\n'.join(parts))
+        write_page('weight_transfer.md', measured='\n\n'.join(parts), memory=memory)
 
 
 if __name__ == '__main__':

@@ -35,6 +35,8 @@ _KEPT = ('full copy', 'key/value cache')
 """entries of collecting that the local engine keeps for the next phase: the policy's copy and the cache"""
 RECORD_BYTES = 49
 """per token of a response: its id (int64), the mask, and ten numbers in fp32"""
+BUCKETS_BYTES = 2 * 64 << 20
+"""two buckets of weights that are sent to rollout workers (`RemoteEngine(bucket_bytes=...)`)"""
 PREFILL_TOKENS = 16384
 """most tokens of one forward over prompts (`chatgpt.rollout.local`)"""
 
@@ -286,7 +288,7 @@ def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[P
 
 def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
     """Returns `held` plus the memory of collecting with remote workers: whole weights, on the device if they fit, but
-    with tensor parallelism in host memory; and the copy that is sent to the workers."""
+    with tensor parallelism in host memory; and the buckets that are sent to the workers."""
     apart = ('tensor_parallel', 'sequence_parallel')
     options = {name: value for name, value in setup.strategy_options.items() if name not in apart}
     alone = replace(setup, strategy_options=options, num_processes=setup.ranks)
@@ -300,10 +302,10 @@ def _sending(setup: Setup, config: Any, held: Memory) -> Memory:
         copies = 1 if setup.tensor_parallel == 1 else 2 + 1 / setup.tensor_parallel
         memory.add('gathering', 4 * max(p.numel for p in size.parameters) * copies)
         memory.add('full copy', whole / setup.on_machine, host=True)
-        memory.add('weights on their way', whole / setup.on_machine, host=True)
+        memory.add('weights on their way', BUCKETS_BYTES, host=True)
     else:
         memory = strategy.full_copy(size, setup)
-        memory.add('weights on their way', whole)
+        memory.add('weights on their way', BUCKETS_BYTES)
     return held + memory
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from chatgpt.rollout.engine import CheckedEngine as CheckedEngine
     from chatgpt.rollout.engine import EngineAround as EngineAround
     from chatgpt.rollout.engine import RolloutEngine as RolloutEngine
+    from chatgpt.rollout.engine import WeightsLost as WeightsLost
     from chatgpt.rollout.exact import ExactDraws as ExactDraws
     from chatgpt.rollout.hf import HFEngine as HFEngine
     from chatgpt.rollout.local import LocalEngine as LocalEngine

@@ -67,6 +67,10 @@ class Turns(Protocol):
         None if its episode is over."""
 
 
+class WeightsLost(RuntimeError):
+    """Raised by `take` if nothing has the weights of a ticket any more; `begin` gives them, or newer ones, again."""
+
+
 class RolloutEngine(ABC):
     """Generates responses during a collect phase: `begin`, any number of `generate`, `end`.
 

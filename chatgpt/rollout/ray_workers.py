@@ -1,8 +1,8 @@
 """Rollout workers as Ray actors.
 
-A bucket of weights is put into the object store of the trainer's node as one array; each node fetches it once, and its
-workers read it from shared memory without a copy. `RemoteEngine` replaces dead actors, so Ray neither restarts actors
-nor retries calls.
+Where ranks cannot connect to them, a bucket of weights is put into the object store of the trainer's node as one array;
+each node fetches it once, and its workers read it from shared memory without a copy. `RemoteEngine` replaces dead
+actors, so Ray neither restarts actors nor retries calls.
 """
 
 from __future__ import annotations
@@ -168,13 +168,11 @@ class RayWorkers:
         return _PendingCall(self.actors[worker].generate.remote(request), self._places[worker], time.monotonic())
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        return _PendingCall(self.actors[worker].call.remote(method, *args), self._places[worker], time.monotonic())
+        # Ray passes the value of a handle in place of the handle, unless it is inside of something
+        return _PendingCall(self.actors[worker].call.remote(method, args), self._places[worker], time.monotonic())
 
     def host(self) -> str:
         return self.ray.util.get_node_ip_address()
-
-    def ready(self, handle: Any) -> bool:
-        return bool(self.ray.wait([handle.answer], timeout=0, fetch_local=False)[0])
 
     def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
         answers = [handle.answer for handle in handles]
@@ -247,7 +245,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Actor:
-    """The Ray actor: runs a worker, such as a `RolloutWorker`, that reads weights from the object store."""
+    """The Ray actor: runs a worker, such as a `RolloutWorker`."""
 
     def __init__(
         self,
@@ -262,6 +260,7 @@ class _Actor:
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')
         self.worker = make_worker(spec, engine_options, fetch=self.fetch, device=device, around=around)
+        self.worker.host = self.ray.util.get_node_ip_address()
 
     def fetch(self, handle: Any) -> Tensor:
         with warnings.catch_warnings():
@@ -274,7 +273,7 @@ class _Actor:
     def place(self) -> str:
         return f'process {os.getpid()} on {self.ray.util.get_node_ip_address()}'
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, args: Sequence[Any] = ()) -> Any:
         return getattr(self.worker, method)(*args)
 
     def generate(self, request: Request) -> PackedSamples:

@@ -1,25 +1,29 @@
 """An engine that generates on workers in other processes or on other nodes.
 
-    begin(actor) ─▶ buckets of weights, version v, stored where every worker can read them
-    submit(...)  ─▶ chunks of prompts, each a request with its version of the weights ─▶ the least loaded worker
-    take(ticket) ◀─ samples in the order of the prompts; the replacement of a dead worker repeats its open requests
+    begin(actor) ─▶ waits for open requests, then sends version v of the weights to every worker, a bucket at a time
+    submit(...)  ─▶ chunks of prompts, each a request for version v ─▶ the least loaded worker
+    take(ticket) ◀─ samples in the order of the prompts; another worker with version v repeats those of a dead one
 
-Workers generate while the trainer learns. A request refers to a version of the weights, and draws depend on (seed,
-sample index, position), so samples depend neither on the number of workers nor on replacements.
+Workers generate while the trainer learns. No copy of the weights is kept beside the workers': a worker that replaces a
+dead one gets the weights of the next `begin`. A request is for one version of the weights, and draws depend on (seed,
+sample index, position), so samples depend neither on the number of workers nor on deaths.
 """
 
 from __future__ import annotations
 
 import pickle
+import socket
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from chatgpt.rollout.call import Call
-from chatgpt.rollout.engine import Abilities, CheckedEngine
+from chatgpt.rollout.connection import Address, close, connect, interrupt, send
+from chatgpt.rollout.engine import Abilities, CheckedEngine, WeightsLost
 from chatgpt.rollout.local import LocalEngine, check_local
 from chatgpt.rollout.wire import (
     BUCKET_BYTES,
@@ -28,6 +32,7 @@ from chatgpt.rollout.wire import (
     ModelSpec,
     Request,
     fill_buckets,
+    merged,
     plan_buckets,
     policy_tensors,
     unpack_samples,
@@ -45,7 +50,7 @@ class RolloutWorkers(Protocol):
     """`num_workers` `RolloutWorker`s, numbered from 0, that process their requests in order.
 
     A class may define `dumps` if it can pickle more than `pickle.dumps`, and `beside = True` if its workers compute
-    while this process does something else.
+    while this process does something else; without it weights go through `put`.
     """
 
     num_workers: int
@@ -54,20 +59,17 @@ class RolloutWorkers(Protocol):
         """Starts all workers. Called once, before any other method; `around` is passed only if there is one."""
 
     def put(self, bucket: Tensor) -> Any:
-        """Stores a (bytes,) uint8 CPU tensor where every worker can read it, as long as the returned handle exists."""
+        """Stores a (bytes,) uint8 CPU tensor where every worker can read it, as long as the returned handle exists.
+        Used only where ranks and workers cannot connect."""
 
     def submit(self, worker: int, request: Request) -> Any:
         """Queues a request and returns a handle at once."""
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
-        """Queues a call of a worker's method and returns a handle for `wait`; may be called from any thread. Like
-        `host`, it is used only by engines that do not send weights by `put`."""
+        """Queues a call of a worker's method and returns a handle for `wait`; may be called from any thread."""
 
     def host(self) -> str:
-        """Returns an address of this machine that workers can reach."""
-
-    def ready(self, handle: Any) -> bool:
-        """Returns True if `wait` would not block."""
+        """Returns an address of this machine that workers can reach. Used only by vLLM's NCCL transfer."""
 
     def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
         """Returns the position of the handle to wait for first; None if none is ready after `timeout_s`. Used only by
@@ -89,15 +91,23 @@ class RolloutWorkers(Protocol):
         """Stops all workers. May be called twice."""
 
 
-@dataclass(eq=False)
-class Weights:
-    """A version of the weights, kept as long as a request refers to it."""
+class SendingRanks(Protocol):
+    """The ranks that send weights together; see `SharedEngine`."""
+
+    rank: int
+    world_size: int
+
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+
+
+class Order(NamedTuple):
+    """What rank 0 tells the others: to send their share of a version of the weights."""
 
     manifest: Manifest
-    buckets: list[Any] = field(default_factory=list)
-    """handles of `RolloutWorkers.put`; empty if the version is sent to workers in another way"""
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
-    """in that case the tensors, to make buckets for a replaced worker"""
+    addresses: dict[int, Address]
+    """by worker"""
 
 
 @dataclass(eq=False)
@@ -105,8 +115,7 @@ class _Chunk:
     """The part of a call that is sent to one worker."""
 
     call: Call
-    request: Request | None  # None once answered, like the weights, so that their memory is freed
-    weights: Weights | None
+    request: Request
     worker: int = 0
     handle: Any = None
     samples: list[Sample] | None = None
@@ -131,19 +140,25 @@ class RemoteEngine(CheckedEngine):
         chunk_size: maximum number of prompts that are sent to one worker together. None sends each call to a single
             worker, with the same bits as a `LocalEngine` on a CPU; several workers are then busy only if several calls
             are in progress.
-        bucket_bytes: maximum number of bytes in a bucket of weights.
+        bucket_bytes: maximum number of bytes in a bucket of weights. Two buckets exist at a time beside the trainer's
+            model, one beside a worker's.
         max_restarts: number of consecutive deaths of a worker, without an answer in between, that are tolerated.
         engine_options: keyword arguments of the workers' `LocalEngine`.
+        weight_transfer: 'tcp' sends weights over connections from every rank to every worker; 'store' by
+            `RolloutWorkers.put`, the last resort; 'auto' uses the store only if ranks cannot connect to workers.
         slice_tokens: with `max_staleness`, responses are generated in parts of at most so many tokens, each by a free
             worker with the newest weights, `chunk_size` responses at a time; see `chatgpt.trainer.sample_queue`.
     """
 
     abilities = Abilities(reproducible=True, copies_weights=True, answers_ahead=True, takes_environments=True)
+    transfers: tuple[str, ...] = ('auto', 'tcp', 'store')
+    """values of `weight_transfer`"""
 
     def __init__(
         self,
         workers: RolloutWorkers,
         *,
+        weight_transfer: str = 'auto',
         chunk_size: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         max_restarts: int = 3,
@@ -160,6 +175,9 @@ class RemoteEngine(CheckedEngine):
                 f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; '
                 'give at least 1 prompt, 8 bytes and 0 restarts'
             )
+        if weight_transfer not in self.transfers:
+            raise ValueError(f'weight_transfer={weight_transfer!r} is not one of {", ".join(self.transfers)}')
+        self.weight_transfer = weight_transfer
         self.engine_options = dict(engine_options or {})
         self._check_options()
         self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
@@ -172,7 +190,14 @@ class RemoteEngine(CheckedEngine):
         self.around: Around | None = None
         """see `put_around`"""
         self._packed_around = b''
-        self._weights: Weights | None = None
+        self.sending_ranks: SendingRanks | None = None
+        """ranks that each send a share of the weights; None if this process sends all"""
+        self.by_store = weight_transfer == 'store' or (
+            weight_transfer == 'auto' and not getattr(workers, 'beside', False)
+        )
+        """True if weights go through `RolloutWorkers.put`"""
+        self._held: list[int | None] = [None] * workers.num_workers
+        """version of each worker's weights"""
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
         """unanswered chunks by worker, in the order in which they were sent"""
         self._deaths = [0] * workers.num_workers
@@ -220,14 +245,17 @@ class RemoteEngine(CheckedEngine):
                 f'RemoteEngine: its workers hold a {self.spec.model_class.__name__} of another configuration; make an '
                 'engine for this model'
             )
-        self._receive_ready()
+        self._receive_open()
         tensors = self._select_tensors(tensors)
         self.version += 1
         assert self._handshake is not None
         manifest = plan_buckets(
             tensors, version=self.version, handshake=self._handshake, bucket_bytes=self.bucket_bytes
         )
-        self._weights = self._publish_weights(manifest, tensors)
+        self._held = [None] * self.workers.num_workers
+        while waiting := [w for w, version in enumerate(self._held) if version is None]:
+            for worker, error in self._send_weights(waiting, manifest, tensors).items():
+                self._replace(worker, error)
 
     def _spec_of(self, model: Any) -> ModelSpec:
         return ModelSpec.of(model)
@@ -240,12 +268,112 @@ class RemoteEngine(CheckedEngine):
         """Returns the tensors that the workers' model takes. Called after the workers have started."""
         return tensors
 
-    def _publish_weights(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
-        """Makes a version of the weights available to the workers before requests refer to it."""
-        return Weights(manifest, self._buckets(manifest, tensors))
+    def _send_weights(
+        self, workers: Sequence[int], manifest: Manifest, tensors: Mapping[str, Tensor]
+    ) -> dict[int, WorkerDied]:
+        """Sends a version of the weights, and sets `_held` of the workers that have it. Returns those that died."""
+        if not self.by_store and (died := self._send_by_connections(workers, manifest, tensors)) is not None:
+            return died
+        return self._send_by_store(workers, manifest, tensors)
 
-    def _buckets(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Any]:
-        return [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
+    def _send_by_connections(
+        self, workers: Sequence[int], manifest: Manifest, tensors: Mapping[str, Tensor]
+    ) -> dict[int, WorkerDied] | None:
+        """Sends over connections to the workers, together with other ranks. Returns None if there can be none."""
+        addresses, died = self._each(workers, 'listen')
+        if died:
+            return died
+        order, ranks = Order(manifest, addresses), self.sending_ranks
+        if ranks is not None:
+            ranks.broadcast_object(order)
+        connections, error = self._connect(order)
+        if error:
+            if died := self._each(workers, 'listen')[1]:
+                return died
+            if self.weight_transfer == 'tcp':
+                raise RuntimeError(f"weight_transfer='tcp': {error}")
+            warnings.warn(f'{error}; weights go through the store of the workers', stacklevel=6)
+            self.by_store = True
+            return None
+        num_ranks = 1 if ranks is None else ranks.world_size
+        share = fill_buckets(manifest, tensors, range(0, len(manifest.buckets), num_ranks))
+        with ThreadPoolExecutor(1, 'chatgpt-weights') as pool:
+            sending = pool.submit(send, connections, share)
+            handles = {worker: self.workers.call(worker, 'receive', manifest, num_ranks) for worker in workers}
+            try:
+                for worker, handle in handles.items():
+                    if worker in (found := self._wait_for({worker: handle})[1]):
+                        interrupt(connections[worker])  # a worker that hangs has not ended its own
+                        died |= found
+                    else:
+                        self._held[worker] = manifest.version
+            finally:
+                for connection in connections.values():
+                    interrupt(connection)
+                if (cause := sending.exception()) is not None:
+                    raise cause  # not what it made a worker raise
+        return died
+
+    def _connect(self, order: Order) -> tuple[dict[int, socket.socket], str]:
+        """Connects this rank to the workers. Returns the connections, or why a rank has none. A collective."""
+        ranks, connections, error = self.sending_ranks, {}, ''
+        rank = 0 if ranks is None else ranks.rank
+        try:
+            connections = connect(order.addresses, rank)
+        except OSError as raised:
+            error = f'rank {rank} cannot connect to rollout workers ({raised})'
+        errors = list(filter(None, [error] if ranks is None else ranks.all_gather_object(error)))
+        if errors:
+            close(connections)
+        return connections, errors[0] if errors else ''
+
+    def send_share(self, model: Any, order: Order) -> None:
+        """Sends the share of a rank other than 0, which is called there when rank 0 sends its own. A worker that dies
+        is noticed by rank 0."""
+        connections, error = self._connect(order)
+        if error:
+            return
+        try:
+            ranks, manifest = self.sending_ranks, order.manifest
+            assert ranks is not None
+            with merged(model):
+                tensors = self.tensors_of(model)
+                numbers = range(ranks.rank, len(manifest.buckets), ranks.world_size)
+                send(connections, fill_buckets(manifest, tensors, numbers))
+        finally:
+            close(connections)
+
+    def _send_by_store(
+        self, workers: Sequence[int], manifest: Manifest, tensors: Mapping[str, Tensor]
+    ) -> dict[int, WorkerDied]:
+        """Puts one bucket at a time into the store, while the next is filled."""
+        _, died = self._each(workers, 'start_loading', manifest)
+        handles: dict[int, Any] = {}
+        stored: Any = None
+        for number, bucket in enumerate(fill_buckets(manifest, tensors)):
+            died |= self._wait_for(handles)[1]
+            stored = None  # frees the bucket before
+            stored = self.workers.put(bucket)
+            alive = [worker for worker in workers if worker not in died]
+            handles = {worker: self.workers.call(worker, 'fetch_bucket', number, stored) for worker in alive}
+        died |= self._wait_for(handles)[1]
+        done, more = self._each([worker for worker in workers if worker not in died], 'finish_loading')
+        for worker in done:
+            self._held[worker] = manifest.version
+        return died | more
+
+    def _each(self, workers: Sequence[int], method: str, *args: Any) -> tuple[dict[int, Any], dict[int, WorkerDied]]:
+        """Calls a method of workers. Returns the answers, and the errors of those that died."""
+        return self._wait_for({worker: self.workers.call(worker, method, *args) for worker in workers})
+
+    def _wait_for(self, handles: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, WorkerDied]]:
+        answers, died = {}, {}
+        for worker, handle in handles.items():
+            try:
+                answers[worker] = self.workers.wait(handle)
+            except WorkerDied as error:
+                died[worker] = error
+        return answers, died
 
     def check_weights(self) -> None:
         """Does nothing: workers check weights when they load them, and `_receive` rejects samples of unchecked ones."""
@@ -257,39 +385,33 @@ class RemoteEngine(CheckedEngine):
         """Generates a call, and raises the workers' errors."""
         return self.take(self._submit(call))
 
-    def end(self) -> None:
-        """Releases the weights; those of open requests are kept until they are answered."""
-        super().end()
-        self._weights = None
-
     # ------------------------------------------------------------------ asking now, taking later
 
-    def submit(self, call: Call, weights: Weights | None = None) -> Ticket:
-        """See `RolloutEngine.submit`. `weights` from `latest` may be used after `end`, for a call whose prompts are not
+    def submit(self, call: Call, version: int | None = None) -> Ticket:
+        """See `RolloutEngine.submit`. The latest `version` may be given after `end`, for a call whose prompts are not
         checked, since they are those of an earlier one, longer by a part of the response."""
-        if weights is None:
+        if version is None:
             self.checked(call)
-        return self._submit(call, weights)
+        assert version in (None, self.version), 'requests are for the latest weights'
+        return self._submit(call)
 
-    def latest(self) -> Weights | None:
-        """Returns the weights of the latest `begin`, which are kept as long as a caller has them."""
-        return self._weights
+    @property
+    def ways(self) -> list[str]:
+        """Transfer of weights to each worker."""
+        return ['store' if self.by_store else 'tcp'] * self.workers.num_workers
 
-    def can_use(self, weights: Weights) -> bool:
-        """Returns True if workers can get these weights: they have them, or there are buckets of them."""
-        return bool(weights.buckets) or weights.manifest.version == self.version
+    @property
+    def num_able(self) -> int:
+        """Number of workers that have the latest weights."""
+        return self._held.count(self.version)
 
-    def _submit(self, call: Call, weights: Weights | None = None) -> Ticket:
-        weights = weights or self._weights
-        assert weights is not None
-        ticket = Ticket(weights.manifest.version)
+    def _submit(self, call: Call) -> Ticket:
+        ticket = Ticket(self.version)
         size = max(self._chunk_size(len(call.prompts)), 1)
         for start in range(0, len(call.prompts), size):
             part = call.part(slice(start, start + size))
-            request = Request.of(weights.manifest, weights.buckets, part, whole=self.around is not None)
-            chunk = _Chunk(part, request, weights)
-            worker = min(range(len(self._queues)), key=lambda w: sum(len(c.call.prompts) for c in self._queues[w]))
-            self._send(chunk, worker)
+            chunk = _Chunk(part, Request.of(self.version, part, whole=self.around is not None))
+            self._send(chunk)
             ticket.chunks.append(chunk)
         return ticket
 
@@ -297,8 +419,8 @@ class RemoteEngine(CheckedEngine):
         return self.chunk_size or num_prompts
 
     def take(self, ticket: Ticket) -> list[Sample]:
-        """Waits for the samples of a ticket and returns them. Raises the worker's error, or RuntimeError if a worker
-        died more than `max_restarts` times."""
+        """Waits for the samples of a ticket and returns them. Raises the worker's error, WeightsLost if every worker
+        with its weights has died, or RuntimeError if a worker died more than `max_restarts` times."""
         if ticket.taken:
             raise ValueError('RemoteEngine.take: this ticket was taken already; its samples count once')
         self._check_idle()
@@ -344,16 +466,24 @@ class RemoteEngine(CheckedEngine):
         self.workers.add()
         self._queues.append([])
         self._deaths.append(0)
+        self._held.append(None)
 
-    def _send(self, chunk: _Chunk, worker: int) -> None:
-        assert chunk.request is not None
-        chunk.worker = worker
-        self._queues[worker].append(chunk)
-        chunk.handle = self.workers.submit(worker, chunk.request)
+    def _send(self, chunk: _Chunk) -> None:
+        """Sends a chunk to the least loaded worker that has its weights. Without one the chunk fails."""
+        able = [worker for worker, version in enumerate(self._held) if version == chunk.request.version]
+        if not able:
+            indices = chunk.call.indices
+            chunk.error = WeightsLost(
+                f'all rollout workers with weights {chunk.request.version} died before they had generated samples '
+                f'{indices[0]} to {indices[-1]}; begin again, and ask for them again'
+            )
+            return
+        chunk.worker = min(able, key=lambda w: sum(len(c.call.prompts) for c in self._queues[w]))
+        self._queues[chunk.worker].append(chunk)
+        chunk.handle = self.workers.submit(chunk.worker, chunk.request)
 
     def _receive(self, chunk: _Chunk) -> None:
-        """Waits for one chunk. A dead worker is replaced, and its unanswered chunks are sent again."""
-        assert chunk.request is not None
+        """Waits for one chunk. A dead worker is replaced, and its unanswered chunks are sent to others."""
         try:
             packed = self.workers.wait(chunk.handle)
         except WorkerDied as error:
@@ -364,69 +494,48 @@ class RemoteEngine(CheckedEngine):
             chunk.error = error
             return
         call = chunk.call
-        if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(call.prompts):
+        if packed.version != chunk.request.version or len(packed.lengths) != len(call.prompts):
             raise RuntimeError(
                 f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights '
-                f'{packed.version}; asked for {len(call.prompts)} of weights {chunk.request.manifest.version}'
+                f'{packed.version}; asked for {len(call.prompts)} of weights {chunk.request.version}'
             )
         if packed.difference is None:
             raise RuntimeError(
                 f'rollout worker {chunk.worker} answered without having held its log-probs against the '
-                "actor's: take_weights calls manifest.handshake.check, and samples are packed with its difference"
+                "actor's: finish calls manifest.handshake.check, and samples are packed with its difference"
             )
         self.difference = packed.difference
         chunk.samples = unpack_samples(packed, call.prompts, call.indices, call.groups, call.sampling.temperature)
-        chunk.request = chunk.weights = chunk.handle = None
+        chunk.handle = None
         self._queues[chunk.worker].remove(chunk)
         self._deaths[chunk.worker] = 0
 
     def _replace(self, worker: int, error: WorkerDied) -> None:
-        lost, self._queues[worker] = self._queues[worker], []
+        """Replaces a dead worker by one without weights, and sends its unanswered chunks to others."""
+        lost, self._queues[worker], self._held[worker] = self._queues[worker], [], None
         of = (
             f'on samples {lost[0].call.indices[0]} to {lost[-1].call.indices[-1]}'
             if lost
             else 'while it was given weights'
         )
-        self._count_death(worker, of, error)
-        num_prompts = sum(len(c.call.prompts) for c in lost)
-        first = f', from sample {lost[0].call.indices[0]} on' if lost else ''
-        what = f'generates its {num_prompts} prompts again{first}' if lost else 'goes on'
-        warnings.warn(f'rollout worker {worker} died ({error}); a new one {what}', stacklevel=4)
-        while True:
-            self.num_replaced += 1
-            self.workers.replace(worker)
-            try:
-                self._prepare_worker(worker)
-                break
-            except WorkerDied as died:
-                self._count_death(worker, 'as it started', died)
-        for weights in {id(w): w for w in (self._weights, *(c.weights for c in lost)) if w is not None}.values():
-            if not weights.buckets and weights.kept:
-                weights.buckets = self._buckets(weights.manifest, weights.kept)
-        for chunk in lost:
-            assert chunk.request is not None and chunk.weights is not None
-            chunk.request = replace(chunk.request, buckets=chunk.weights.buckets)
-            self._send(chunk, worker)
-
-    def _count_death(self, worker: int, when: str, error: WorkerDied) -> None:
-        """Counts a death of a worker. Raises RuntimeError if it is more than `max_restarts`."""
         self._deaths[worker] += 1
         if self._deaths[worker] > self.max_restarts:
             raise RuntimeError(
-                f'rollout worker {worker} died {self._deaths[worker]} times in a row {when}: {error}'
+                f'rollout worker {worker} died {self._deaths[worker]} times in a row {of}: {error}'
             ) from error
+        num_prompts = sum(len(c.call.prompts) for c in lost)
+        first = f', from sample {lost[0].call.indices[0]} on' if lost else ''
+        what = f'another generates its {num_prompts} prompts again{first}' if lost else 'a new one takes its place'
+        warnings.warn(f'rollout worker {worker} died ({error}); {what}', stacklevel=4)
+        self.num_replaced += 1
+        self.workers.replace(worker)
+        for chunk in lost:
+            self._send(chunk)
 
-    def _prepare_worker(self, worker: int) -> None:
-        """Prepares a new worker for requests."""
-
-    def _receive_ready(self) -> None:
-        """Receives finished chunks, to free their weights and to notice dead workers before new requests are sent."""
-        for queue in self._queues:
-            while queue and self.workers.ready(queue[0].handle):
-                before = self.num_replaced
-                self._receive(queue[0])
-                if self.num_replaced != before:
-                    break
+    def _receive_open(self) -> None:
+        """Waits for all requests: those of older weights must be answered before a worker gives them up."""
+        while queue := next(filter(None, self._queues), None):
+            self._receive(queue[0])
 
     def _check_idle(self) -> None:
         """Warns once, after a few calls, if not all workers have been busy at a time."""
@@ -444,7 +553,6 @@ class RemoteEngine(CheckedEngine):
     def close(self) -> None:
         """Stops the workers and discards open requests."""
         self._closed = True
-        self._weights = None
         for queue in self._queues:
             queue.clear()
         self.workers.close()

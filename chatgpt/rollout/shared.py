@@ -1,6 +1,7 @@
 """Engines shared by ranks. A `SharedEngine` has workers owned by rank 0, or by the first process of a rank
 (`RankProcesses`); the tokens of a `NeighboursEngine` are computed by neighbouring ranks together.
 
+    every rank's share of the weights ─▶ all workers
     each rank's prompts ─▶ gathered ─▶ rank 0: submit, take ─▶ to every rank its own samples
 
 For workers that are larger than the share of one rank, such as vLLM on several GPUs. Every call except `cancel` and
@@ -12,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
 from chatgpt.nn.actor import Actor
 from chatgpt.rollout.call import Call, joined
 from chatgpt.rollout.engine import EngineAround, RolloutEngine
+from chatgpt.rollout.remote import Order
 from chatgpt.types import Sample
 
 
@@ -30,6 +31,8 @@ class Ranks(Protocol):
     is_rank_0: bool
 
     def all_gather_object(self, obj: Any) -> list[Any]: ...
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
 
     def scatter_object(self, objs: list[Any]) -> Any: ...
 
@@ -50,6 +53,9 @@ class RankProcesses:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [self.from_leader(obj)]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return self.from_leader(obj)
 
     def scatter_object(self, objs: list[Any]) -> Any:
         return self.from_leader(objs[0])
@@ -76,9 +82,10 @@ class SharedEngine(EngineAround):
         self.refuse_parts('workers that several processes share answer whole requests')
         self.ranks, self.abilities = ranks, replace(engine.abilities, spans_ranks=True)
 
-    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
+    def _on_rank_0(self, function: Callable[[], Any], on_others: Callable[[Order], None] | None = None) -> Any:
         """Calls the function on rank 0, which returns None or a list with one value per rank. Returns this one's, or
-        raises the function's error on every rank."""
+        raises the function's error on every rank. Meanwhile the others call `on_others` with each `Order` that rank 0
+        broadcasts."""
         value: Any = None
         error: Exception | None = None
         with self.ranks.untimed():
@@ -87,6 +94,12 @@ class SharedEngine(EngineAround):
                     value = function()
                 except Exception as raised:
                     error = raised
+        # orders end with None; on rank 0 all have been broadcast
+        while on_others is not None and (order := self.ranks.broadcast_object(None)) is not None:
+            try:
+                on_others(order)
+            except Exception as raised:  # rank 0 fails as well, without this share
+                error = raised
         values = value or [None] * self.ranks.world_size
         value, sent_error = self.ranks.scatter_object([(own, error) for own in values])
         if sent_error is not None:
@@ -94,8 +107,11 @@ class SharedEngine(EngineAround):
         return value
 
     def begin(self, actor: Actor) -> None:
-        """Starts a collect phase with the weights of rank 0."""
-        self._on_rank_0(partial(self.engine.begin, actor))
+        """Starts a collect phase. Every rank has the same weights; each process that has them sends a share."""
+        sender: Any = self.engine.generator
+        ranks = getattr(self.ranks, 'processes', self.ranks)
+        sender.sending_ranks = ranks if ranks.world_size > 1 else None
+        self._on_rank_0(lambda: self.engine.begin(actor), lambda order: sender.send_share(actor.model, order))
 
     def generate(self, call: Call) -> list[Sample]:
         return self.take(self.submit(call))

@@ -1,13 +1,13 @@
 """A rollout worker that generates with vLLM on its own GPUs. Independent of Ray.
 
-It receives weights by vLLM's weight transfer (`update_weights`) or, as every worker, from the buckets of a request.
+It receives weights by vLLM's weight transfer (`update_weights`) or, as every worker, in buckets.
 """
 
 from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
-from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, whole_tensors
+from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, WholeTensors
 from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, identity
 
 RESERVED = (*ENGINE_RESERVED, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
@@ -104,41 +104,37 @@ class VLLMWorker(Worker):
             self.llm.collective_rpc(_set_backend, args=(backend,))
         self.llm.init_weight_transfer_engine({'init_info': dict(init_info)})
 
-    @_detect_death
     def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
-        """Receives a version of the weights from the sender. After a failure the worker has no weights."""
-        self._load(manifest, lambda: self.llm.update_weights({'update_info': dict(update_info)}))
+        """Receives a version of the weights from vLLM's sender."""
+        self.start_loading(manifest)
+        self._update(update_info)
+        self.finish_loading()
 
-    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        """See `Worker.take_weights`. Raises RuntimeError if there are no buckets."""
-        if not buckets:
-            raise RuntimeError(
-                f'a rollout worker with weights {self.version} was asked for samples of weights {manifest.version}'
-            )
+    @_detect_death
+    def _update(self, update_info: Mapping[str, Any]) -> None:
+        self.llm.update_weights({'update_info': dict(update_info)})
 
-        def load() -> None:
-            for named in whole_tensors(manifest, map(self.fetch, buckets)):
-                if named:
-                    self.llm.apply_model(partial(_load, list(named.items())))
+    @_detect_death
+    def start(self, manifest: Manifest) -> None:
+        self.llm.start_weight_update()  # makes vLLM repeat what it derives from weights when it loads them
+        self._whole = WholeTensors(manifest)
 
-        self._load(manifest, load)
+    @_detect_death
+    def load(self, manifest: Manifest, number: int, bucket: Tensor) -> None:
+        if named := self._whole.add(number, bucket):
+            self.llm.apply_model(partial(_load, named))
 
-    def _load(self, manifest: Manifest, load: Callable[[], None]) -> None:
-        llm, self.version, self.difference = self.llm, None, None
-        llm.start_weight_update()  # makes vLLM repeat what it derives from weights when it loads them
-        load()
-        llm.finish_weight_update()
-        llm.reset_prefix_cache()  # its keys and values are those of the previous weights
-        self.engine.end()
+    @_detect_death
+    def finish(self, manifest: Manifest) -> None:
+        self.llm.finish_weight_update()
+        self.llm.reset_prefix_cache()  # its keys and values are those of the previous weights
         self._own.use_weights(self.config, manifest)
-        self.version = manifest.version
 
     @_detect_death
     def generate(self, request: Request) -> PackedSamples:
-        if self.version != request.manifest.version:
-            self.take_weights(request.manifest, request.buckets)
-        self._own.check_weights()  # even if environments end before a turn is generated
-        self.difference = self._own.difference
+        if self.version == request.version:
+            self._own.check_weights()  # even if environments end before a turn is generated
+            self.difference = self._own.difference
         return super().generate(request)
 
 

@@ -54,9 +54,17 @@ class Manifest:
     handshake: Handshake
     """with which a worker checks the weights"""
 
+    def dtype_of(self, number: int) -> torch.dtype:
+        """Returns the dtype of a bucket."""
+        return self.tensors[self.buckets[number][0].name][1]
+
+    def bucket_bytes(self, number: int) -> int:
+        """Returns the size of a bucket."""
+        return sum(p.stop - p.start for p in self.buckets[number]) * self.dtype_of(number).itemsize
+
     @property
     def num_bytes(self) -> int:
-        return sum((p.stop - p.start) * self.tensors[p.name][1].itemsize for pieces in self.buckets for p in pieces)
+        return sum(map(self.bucket_bytes, range(len(self.buckets))))
 
 
 def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
@@ -162,17 +170,25 @@ def plan_buckets(
     return Manifest(version=version, tensors=shapes, buckets=tuple(buckets), handshake=handshake)
 
 
+def bucket_buffer(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
+    """Returns the memory of a bucket, (num_bytes,) uint8 on the CPU."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+
+
 @torch.no_grad()
-def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Yields the buckets, (bytes,) uint8 on the CPU. They share one buffer, so each must be copied to be kept."""
-    buffer = torch.empty(0, dtype=torch.uint8)
-    for pieces in manifest.buckets:
-        dtype = manifest.tensors[pieces[0].name][1]
+def fill_buckets(
+    manifest: Manifest, tensors: Mapping[str, Tensor], numbers: Iterable[int] | None = None
+) -> Iterator[Tensor]:
+    """Yields the buckets with these numbers, by default all, (bytes,) uint8 on the CPU. They share one buffer, so each
+    must be copied to be kept."""
+    buffer = bucket_buffer(0)
+    for number in range(len(manifest.buckets)) if numbers is None else numbers:
+        pieces = manifest.buckets[number]
         parts = [tensors[p.name].detach().reshape(-1)[p.start : p.stop] for p in pieces]
-        num_bytes = sum(len(part) for part in parts) * dtype.itemsize
+        num_bytes = manifest.bucket_bytes(number)
         if len(buffer) < num_bytes:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=parts[0].is_cuda)
-        flat = buffer[:num_bytes].view(dtype)
+            buffer = bucket_buffer(num_bytes, pin_memory=parts[0].is_cuda)
+        flat = buffer[:num_bytes].view(manifest.dtype_of(number))
         if parts[0].device.type == 'cpu':
             torch.cat(parts, out=flat)
         else:
@@ -180,13 +196,9 @@ def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[
         yield buffer[:num_bytes]
 
 
-@torch.no_grad()
-def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Module) -> None:
-    """Writes buckets into a model's tensors in place, with the manifest's dtypes.
-
-    Args:
-        buckets: (bytes,) uint8 CPU tensors in the order of `manifest.buckets`; each is released before the next one is
-            fetched.
+def fitted(manifest: Manifest, model: nn.Module) -> dict[str, Tensor]:
+    """Gives a model's tensors the manifest's dtypes and returns them by name, for `write_bucket`. Their values are
+    arbitrary until all buckets are written.
 
     Raises:
         ValueError: names or shapes differ from the model's.
@@ -198,29 +210,36 @@ def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Modul
         tensor = named[name]
         if tensor.dtype != dtype or not tensor.is_contiguous():
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    for pieces, bucket in zip(manifest.buckets, buckets, strict=True):
-        flat, at = bucket.view(manifest.tensors[pieces[0].name][1]), 0
-        for piece in pieces:
-            size = piece.stop - piece.start
-            named[piece.name].view(-1)[piece.start : piece.stop].copy_(flat[at : at + size])
-            at += size
+    return named
 
 
 @torch.no_grad()
-def whole_tensors(manifest: Manifest, buckets: Iterable[Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yields after each bucket copies of the tensors that it completes, by name. `buckets` is as in `apply_buckets`."""
-    begun: dict[str, Tensor] = {}
-    for pieces, bucket in zip(manifest.buckets, buckets, strict=True):
-        flat, at, whole = bucket.view(manifest.tensors[pieces[0].name][1]), 0, {}
+def write_bucket(manifest: Manifest, number: int, bucket: Tensor, named: Mapping[str, Tensor]) -> None:
+    """Writes a bucket, (bytes,) uint8 on the CPU, into contiguous tensors in place."""
+    flat, at = bucket.view(manifest.dtype_of(number)), 0
+    for piece in manifest.buckets[number]:
+        size = piece.stop - piece.start
+        named[piece.name].view(-1)[piece.start : piece.stop].copy_(flat[at : at + size])
+        at += size
+
+
+class WholeTensors:
+    """Copies of the tensors of buckets, for programs that load whole ones. Holds the one that is not complete."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._begun: dict[str, Tensor] = {}
+
+    def add(self, number: int, bucket: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns the tensors that this bucket completes, with their names. Buckets come in their order."""
+        pieces = self.manifest.buckets[number]
         for piece in pieces:
-            size = piece.stop - piece.start
-            shape, dtype = manifest.tensors[piece.name]
-            tensor = begun.setdefault(piece.name, torch.empty(shape, dtype=dtype))
-            tensor.view(-1)[piece.start : piece.stop] = flat[at : at + size]
-            at += size
-            if piece.stop == tensor.numel():
-                whole[piece.name] = begun.pop(piece.name)
-        yield whole
+            if piece.start == 0:
+                shape, dtype = self.manifest.tensors[piece.name]
+                self._begun[piece.name] = torch.empty(shape, dtype=dtype)
+        write_bucket(self.manifest, number, bucket, self._begun)
+        done = [p.name for p in pieces if p.stop == self._begun[p.name].numel()]
+        return [(name, self._begun.pop(name)) for name in done]
 
 
 def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tensor]) -> None:
@@ -295,22 +314,21 @@ def _settings(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A self-contained `generate` call, which any worker can process at any time."""
+    """A `generate` call, which any worker with these weights can process at any time."""
 
-    manifest: Manifest
-    buckets: SequenceOf[Any]
-    """handles of `RolloutWorkers.put`, in the order of `manifest.buckets`"""
+    version: int
+    """version of the weights to generate with"""
     call: Call
     """without its prompts, except for an environment, which needs their columns"""
     prompt_ids: SequenceOf[np.ndarray] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest, buckets: SequenceOf[Any], call: Call, *, whole: bool) -> Request:
+    def of(cls, version: int, call: Call, *, whole: bool) -> Request:
         if whole:
             prompts = [replace(p, ids=p.ids.cpu()) for p in call.prompts]
-            return cls(manifest=manifest, buckets=buckets, call=replace(call, prompts=prompts))
+            return cls(version=version, call=replace(call, prompts=prompts))
         ids = [p.ids.cpu().numpy() for p in call.prompts]
-        return cls(manifest=manifest, buckets=buckets, call=replace(call, prompts=()), prompt_ids=ids)
+        return cls(version=version, call=replace(call, prompts=()), prompt_ids=ids)
 
     def unpacked(self) -> Call:
         """Returns the call with its prompts."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.prompts import PromptSet
-from chatgpt.rollout import Call, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout import Call, RolloutEngine, SamplingParams, StopStrings, WeightsLost
 from chatgpt.rollout.exact import ExactDraws
 from chatgpt.rollout.stop import write_texts
 from chatgpt.strategies.base import Strategy
@@ -134,8 +134,20 @@ class Collector:
             sampling = replace(sampling, max_new_tokens=longest)
         seed = self.strategy.seed if seed is None else seed
         call = Call.of(prompts, sampling, seed=seed, indices=indices, groups=groups, limits=limits)
-        with self._begun(policy):
-            return self._finished(self._timed(call))
+        samples: list[Sample] | None = None
+        while samples is None:
+            with self._begun(policy):
+                samples = self._timed_or_lost(call)
+        return self._finished(samples)
+
+    def _timed_or_lost(self, call: Call) -> list[Sample] | None:
+        """Returns the samples of a call, or None on every rank if the workers of one have died with their weights."""
+        if not self.engine.abilities.answers_ahead:
+            return self._timed(call)
+        samples: list[Sample] | None = None
+        with suppress(WeightsLost):
+            samples = self._timed(call)
+        return None if any(self.strategy.all_gather_object(samples is None)) else samples
 
     def _timed(self, call: Call) -> list[Sample]:
         ranks, together = self.strategy.ranks, self.engine.abilities.spans_ranks

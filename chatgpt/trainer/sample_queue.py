@@ -160,6 +160,14 @@ class SampleQueue:
         entry.num_tokens = num_tokens
         entry.version = entry.version if num_tokens else None
 
+    def lose(self, version: int, starts: Mapping[int, int]) -> None:
+        """Forgets a request that is not answered, {index: number of tokens before}: its samples wait again."""
+        request = version, tuple(starts.items())
+        if request in self.schedule.requests:  # not forgotten since
+            self.schedule.requests.remove(request)
+        for index, start in starts.items():
+            self.reset(self.entries[index], start)
+
     # ------------------------------------------------------------------ to the phase
 
     def take(self) -> list[Entry] | None:

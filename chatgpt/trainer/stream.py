@@ -12,14 +12,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from chatgpt.rollout import Call, RolloutEngine, SamplingParams
+from chatgpt.rollout import Call, RolloutEngine, SamplingParams, WeightsLost
 from chatgpt.rollout.wire import pack_samples
 from chatgpt.trainer.draws import Draws
 from chatgpt.trainer.in_flight import indices_of, joined_records, record_of, samples_of
@@ -64,7 +64,8 @@ class Stream(Draws):
         """first prompt and first sample of a group's timestep"""
         self.open: list[Open] = []
         """oldest first"""
-        self._weights: Any = None  # of the queue's version, for requests outside of `begun`
+        self._weights: int | None = None  # the engine's version of the queue's weights; None if workers have others
+        self._lost = False  # every worker with the weights has died, and samples wait for `_begin`
         self._changed = threading.Condition()  # guards everything above, and the engine
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None  # of the thread
@@ -74,8 +75,18 @@ class Stream(Draws):
         """a loaded checkpoint, until a phase uses it"""
 
     @property
-    def alone(self) -> AbstractContextManager[Any]:
-        return self._changed
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            if self._weights is not None and not self._lost:
+                self._send_recorded(self.queue.version + 1)
+            self._weights = None  # workers are about to get others
+            yield
+
+    @property
+    def _stopped(self) -> bool:
+        """True if the workers have died, or an evaluation has given them other weights."""
+        return self._lost or (self.slice_tokens is not None and self._weights is None)
 
     @property
     def share(self) -> int:
@@ -90,6 +101,7 @@ class Stream(Draws):
         with self._changed:
             self._take_up()
             self._send_recorded(version)
+            self._weights = None
             if self._at_start[0] != version or not self.queue.taken:
                 self._at_start = version, self.prompts_drawn, self.samples_drawn
             self.queue.begin(version, sizes)
@@ -101,11 +113,15 @@ class Stream(Draws):
                 self._add(timestep.call.indices, timestep.first_prompt, timestep.first_sample)
             idle = any(not e.ended and (self.slice_tokens or not e.busy) for e in self.queue.entries.values())
             if any(self.strategy.all_gather_object(idle)):
-                with self.begun():
-                    self._weights = self.engine.latest() if self.slice_tokens else None
-                    self._send()
-            self._serve()
+                self._begin()
         yield self._take
+
+    def _begin(self) -> None:
+        """Gives the engine the newest weights and sends requests. A collective, called with the lock."""
+        with self.begun():
+            self._weights, self._lost = self.engine.version if self.slice_tokens else None, False
+            self._send()
+        self._serve()
 
     def _add(self, indices: Iterable[int], first_prompt: int, first_sample: int) -> None:
         """Adds samples of a timestep to the queue."""
@@ -120,12 +136,22 @@ class Stream(Draws):
     def _take(self) -> list[Sample]:
         """Waits for the groups of a timestep and returns their samples, in the order of their numbers."""
         entries: list[Entry] = []
-        with self.strategy.ranks.untimed(), self._changed:
-            for _ in range(self.share):
-                while (group := self.queue.take()) is None:
-                    self._wait()
-                entries += group
+        while any(self.strategy.all_gather_object(not self._fill(entries))):
+            with self._changed:
+                self._begin()
         return [uniform(self.held[e.index]) for e in sorted(entries, key=lambda e: e.index)]
+
+    def _fill(self, entries: list[Entry]) -> bool:
+        """Waits for the groups of a timestep. Returns False if weights must be sent again for them."""
+        with self.strategy.ranks.untimed(), self._changed:
+            while len(entries) < self.share * self.num_samples_per_prompt:
+                if (group := self.queue.take()) is not None:
+                    entries += group
+                elif self._stopped and not self.open:
+                    return False
+                else:
+                    self._wait()
+        return True
 
     def learned(self) -> None:
         with self._changed:
@@ -179,9 +205,9 @@ class Stream(Draws):
     def _send(self) -> None:
         """Sends requests as long as a worker is free, or, without `slice_tokens`, all."""
         sliced, rows = self.slice_tokens, self.share * self.num_samples_per_prompt
-        if sliced and (self._weights is None or not self.engine.can_use(self._weights)):
-            return  # an evaluation has given other weights to workers that are sent each version once
-        while not sliced or len(self.open) < self.engine.workers.num_workers:
+        if self._stopped:
+            return
+        while not sliced or len(self.open) < self.engine.num_able:
             entries = self.queue.hand_out(self.engine.chunk_size if sliced else rows)
             if not entries:
                 return
@@ -216,7 +242,13 @@ class Stream(Draws):
 
     def _receive(self, request: Open) -> None:
         """Waits for the answer to a request and keeps its tokens."""
-        pieces = self.engine.take(request.ticket)
+        try:
+            pieces = self.engine.take(request.ticket)
+        except WeightsLost:
+            self.open.remove(request)
+            self.queue.lose(request.version, dict(zip(request.call.indices, request.call.offsets, strict=True)))
+            self._lost |= not self.slice_tokens or request.version == self.queue.version
+            return
         self.open.remove(request)
         for piece, room, start in zip(pieces, request.rooms, request.call.offsets, strict=True):
             piece.version = request.version

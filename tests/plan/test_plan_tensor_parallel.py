@@ -109,7 +109,7 @@ def test_workers_are_sent_whole_weights():
             {'memory': 2**30},
         )
     )
-    assert roomy.device['full copy'] == whole and roomy.device['weights on their way'] == whole
+    assert roomy.device['full copy'] == whole and roomy.device['weights on their way'] == 2 * 64 << 20
     assert 'key/value cache' not in roomy.device and roomy.host.get('full copy') is None
     for apart in (tight, cut_in_two):
         assert 'full copy' not in apart.device and 'weights on their way' not in apart.device

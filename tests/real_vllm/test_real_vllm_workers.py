@@ -1,4 +1,4 @@
-"""`VLLMRemoteEngine` on Ray actors that run vLLM on a CPU: weights go through Ray's object store."""
+"""`VLLMRemoteEngine` on Ray actors that run vLLM on a CPU: weights go over TCP and through Ray's object store."""
 
 from __future__ import annotations
 
@@ -56,11 +56,13 @@ def test_two_workers_take_three_versions_and_one_is_killed(llama, cluster):
             engine.end()
             return samples
 
-        for version in range(2):
+        for version, way in enumerate(('tcp', 'store')):
+            engine.by_store = way == 'store'
             samples = drawn(WARM)
             assert off(samples, model) < 1e-4 and engine.difference < 1e-4
-            assert {s.version for s in samples} == {version + 1} and engine.ways == ['store'] * 2
+            assert {s.version for s in samples} == {version + 1} and engine.ways == [way] * 2
             update(model, version)
+        engine.by_store = False
         os.kill(ray.get(workers.actors[1].pid.remote()), signal.SIGKILL)
         with pytest.warns(UserWarning, match='rollout worker 1 died'):
             samples = drawn(GREEDY)

@@ -40,6 +40,8 @@ def _call_worker(method: str, args: Any) -> Any:
 class SpawnedWorkers:
     """Implements `RolloutWorkers`. spawn: run each worker in a process."""
 
+    beside = True
+
     def __init__(self, num_workers: int, resources: Mapping[str, float] | None = None, *, spawn: bool = False) -> None:
         self.spawn = spawn
         self.num_workers, self.resources = num_workers, dict(resources or {})
@@ -80,9 +82,6 @@ class SpawnedWorkers:
 
     def host(self) -> str:
         return '127.0.0.1'
-
-    def ready(self, handle: Any) -> bool:
-        return handle.done()
 
     def wait(self, handle: Any) -> Any:
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,13 +27,16 @@ from chatgpt.rollout import (
     RemoteEngine,
     SamplingParams,
     SharedEngine,
+    WeightsLost,
     compare_samples,
+    connection,
+    remote,
     vllm_remote,
+    wire,
 )
 from chatgpt.rollout.handshake import Handshake
-from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
-from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, plan_buckets, policy_tensors
+from chatgpt.rollout.wire import ModelSpec, fill_buckets, fitted, plan_buckets, policy_tensors, write_bucket
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, fsdp
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -184,21 +188,40 @@ def test_what_is_cancelled_is_never_generated():
 # ---------------------------------------------------------------------- deaths
 
 
-def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
+def test_requests_of_a_dead_worker_are_answered_by_another_and_every_prompt_counted_once():
     actor = actor_of()
     pool = InProcessWorkers(2)
     with RemoteEngine(pool, chunk_size=2) as engine:
         want = generated(engine, actor, prompts())
         pool.answered.clear()
-        pool.die_on = {6: 2}  # dies twice on this sample
+        pool.die_on = {6: 1}
         engine.begin(actor)
         ticket = engine.submit(call_of(prompts()))
-        message = 'rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'
+        engine.end()
+        perturb(actor)  # the weights that are asked for are in the other worker alone
+        message = 'rollout worker 1 died .of sample 6.; another generates its 4 prompts again, from sample 6'
         with pytest.warns(UserWarning, match=message):
             got = engine.take(ticket)
         assert_same(got, want)
         assert sorted(i for _, indices in pool.answered for i in indices) == list(range(12))
-        assert engine.num_replaced == 2
+        assert engine.num_replaced == 1 and engine.num_able == 1
+        assert compare_samples(generated(engine, actor, prompts()), local(actor, prompts())).explained
+        assert engine.num_able == 2 and {worker for worker, _ in pool.answered[-6:]} == {0, 1}
+
+
+def test_where_all_workers_have_died_the_weights_are_lost_until_the_next_begin():
+    actor, pool = actor_of(), InProcessWorkers(2)
+    with RemoteEngine(pool, chunk_size=6) as engine:
+        engine.begin(actor)
+        tickets = [engine.submit(call_of(prompts(), first=first)) for first in (0, 12)]
+        pool.kill(0), pool.kill(1)
+        message = 'all rollout workers with weights 1 died before they had generated samples 0 to 5; begin again'
+        with pytest.warns(UserWarning, match='died'), pytest.raises(WeightsLost, match=message):
+            engine.take(tickets[0])
+        for ticket in (tickets[1], engine.submit(call_of(prompts()))):
+            with pytest.raises(WeightsLost):
+                engine.take(ticket)
+        assert compare_samples(generated(engine, actor, prompts()), local(actor, prompts())).explained
 
 
 def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
@@ -218,32 +241,85 @@ def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
     pool = InProcessWorkers()
     pool.die_on = {3: 99}
     with RemoteEngine(pool, max_restarts=2) as engine, pytest.warns(UserWarning, match='died'):
+        for _ in range(2):
+            with pytest.raises(WeightsLost):
+                generated(engine, actor_of(), prompts())
         with pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'):
             generated(engine, actor_of(), prompts())
 
 
-@pytest.mark.parametrize('deaths', [1, 2])
-def test_a_replacement_that_dies_as_it_starts_is_replaced_too(deaths):
-    pool = InProcessWorkers()
-    pool.die_on = {3: 1}
-    actor = actor_of()
-    with RemoteEngine(pool, max_restarts=2) as engine:
-        left = [deaths]
+CALLS = [('start_loading', None), ('fetch_bucket', 0), ('fetch_bucket', 1), ('finish_loading', None)]
 
-        def prepare(worker):
-            if left[0]:
-                left[0] -= 1
-                pool.kill(worker)
-                raise WorkerDied('as it started')
 
-        engine._prepare_worker = prepare
-        with pytest.warns(UserWarning, match='died'):
-            if deaths == 1:
-                assert_same(generated(engine, actor, prompts()), local(actor, prompts()))
-                assert engine.num_replaced == 2
-            else:
-                with pytest.raises(RuntimeError, match='died 3 times in a row as it started'):
-                    generated(engine, actor, prompts())
+@pytest.mark.parametrize('num_workers', [1, 2])
+@pytest.mark.parametrize(('method', 'number'), CALLS)
+def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced_and_gets_the_weights(num_workers, method, number):
+    actor, pool = actor_of(), InProcessWorkers(num_workers)
+    with RemoteEngine(pool, bucket_bytes=16384, max_restarts=1, chunk_size=6) as engine:
+        generated(engine, actor, prompts())
+        perturb(actor)
+        worker = num_workers - 1
+        pool.die_at = {(worker, method, number): True}
+        with pytest.warns(UserWarning, match=f'worker {worker} died .in {method}.; a new one takes its place'):
+            engine.begin(actor)
+        assert engine.num_able == num_workers and engine.num_replaced == 1
+        assert compare_samples(engine.generate(call_of(prompts())), local(actor, prompts())).explained
+        assert engine.num_able == num_workers, 'the new worker generates'
+
+
+def test_a_worker_that_dies_whenever_it_is_given_weights_ends_the_run():
+    class Weak(InProcessWorkers):
+        def replace(self, worker: int) -> None:
+            super().replace(worker)
+            self.die_at = {(worker, 'start_loading', None): True}
+
+    pool = Weak(2)
+    pool.die_at = {(1, 'start_loading', None): True}
+    with RemoteEngine(pool, max_restarts=1) as engine, pytest.warns(UserWarning, match='died'):
+        with pytest.raises(RuntimeError, match='worker 1 died 2 times in a row while it was given weights'):
+            engine.begin(actor_of())
+
+
+@pytest.mark.parametrize('weight_transfer', ['store', 'tcp'])
+def test_two_buckets_exist_beside_the_trainers_model_and_one_beside_a_workers(monkeypatch, weight_transfer):
+    """Every bucket has the memory of `bucket_buffer`, or is a copy in the store."""
+    size = 4096
+    made = Buffers(monkeypatch)
+    actor, pool = actor_of(), InProcessWorkers(2)
+    with RemoteEngine(pool, bucket_bytes=size, weight_transfer=weight_transfer) as engine:
+        for _ in range(2):
+            engine.begin(actor)
+            assert (made.live_bytes, pool.live_bytes) == (0, 0), 'nothing is kept after a version has been sent'
+            engine.submit(call_of(prompts()))
+            engine.end()
+            perturb(actor)
+    weights = sum(p.numel() * p.element_size() for p in actor.parameters())
+    assert weights > 10 * size
+    if weight_transfer == 'store':
+        assert made.most_live_bytes == size and pool.most_live_bytes == size and pool.num_puts > 20
+    else:  # both ends of a connection are in this process, and workers receive one after another
+        assert made.most_live_bytes == 2 * size and pool.num_puts == 0
+
+
+class Buffers:
+    """Counts the bytes of buckets that exist."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.live_bytes = self.most_live_bytes = 0
+        make = wire.bucket_buffer
+
+        def counted(num_bytes: int, **options: Any) -> torch.Tensor:
+            buffer = make(num_bytes, **options)
+            self.live_bytes += num_bytes
+            self.most_live_bytes = max(self.most_live_bytes, self.live_bytes)
+            weakref.finalize(buffer, self._free, num_bytes)
+            return buffer
+
+        for module in (wire, connection):
+            monkeypatch.setattr(module, 'bucket_buffer', counted)
+
+    def _free(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
 
 
 def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
@@ -278,7 +354,9 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
     other = spec.build()
     held = [bucket.clone() for bucket in fill_buckets(manifest, tensors)]
     assert all(bucket.dtype == torch.uint8 and bucket.dim() == 1 and len(bucket) <= bucket_bytes for bucket in held)
-    apply_buckets(manifest, held, other)
+    named = fitted(manifest, other)
+    for number, bucket in enumerate(held):
+        write_bucket(manifest, number, bucket, named)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())  # tied tensors once
     assert sum(len(bucket) for bucket in held) == manifest.num_bytes == whole
     assert other.lm_head.weight is other.transformer.wte.weight
@@ -300,12 +378,11 @@ def test_a_weight_that_does_not_fit_is_named():
     model, other = tiny_causal_lm('gpt2'), tiny_causal_lm('gpt2', hidden=16)
     tensors = policy_tensors(model)
     with pytest.raises(ValueError, match='wte.weight is .64, 32., here .64, 16.'):
-        manifest = plan_buckets(tensors, version=1, handshake=NO_HANDSHAKE)
-        apply_buckets(manifest, fill_buckets(manifest, tensors), other)
+        fitted(plan_buckets(tensors, version=1, handshake=NO_HANDSHAKE), other)
     tensors.pop('transformer.ln_f.bias')
     manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1, handshake=NO_HANDSHAKE)
     with pytest.raises(ValueError, match="missing .'transformer.ln_f.bias'., unknown .'x'."):
-        apply_buckets(manifest, [], model)
+        fitted(manifest, model)
     with torch.device('meta'):
         hollow = GPTActor(config=tiny_config('gpt2'))
     with pytest.raises(ValueError, match='full_model'), RemoteEngine(InProcessWorkers()) as engine:
@@ -431,6 +508,98 @@ def test_ranks_share_the_workers_of_rank_0():
     assert [found['limited'] for found in results] == [[1, 2, 2], []]
 
 
+def send_on_rank() -> dict[str, Any]:
+    found: dict[str, Any] = {'numbers': []}
+    fill = remote.fill_buckets
+
+    def watched(manifest: Any, tensors: Any, numbers: Any) -> Any:
+        found['numbers'].append((list(numbers), len(manifest.buckets)))
+        return fill(manifest, tensors, numbers)
+
+    remote.fill_buckets = watched
+    model, workers = tiny_causal_lm('gpt2'), InProcessWorkers(2)
+    engine = RemoteEngine(workers, weight_transfer='tcp', bucket_bytes=8192)
+    with DDPStrategy(seed=3, device='cpu') as strategy, SharedEngine(strategy, engine) as shared:
+        for _ in range(2):
+            perturb(model)
+            shared.begin(Actor(model))
+        mine = numbered_prompts(4)[2 * strategy.rank : 2 * strategy.rank + 2]
+        call = Call.of(mine, FEW, seed=5, indices=range(2 * strategy.rank, 2 * strategy.rank + 2))
+        found['versions'] = versions(shared.generate(call))
+        if strategy.rank == 1:  # a share of other weights
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.neg_()
+        with pytest.raises(RuntimeError, match='differs from the actor') as error:
+            shared.begin(Actor(model))
+        found['error'] = str(error.value)
+        if strategy.rank == 1:
+            remote.connect = unreachable
+        with pytest.raises(RuntimeError, match="weight_transfer='tcp': rank 1 cannot connect to rollout workers"):
+            shared.begin(Actor(model))
+    return found
+
+
+def unreachable(*_: Any) -> Any:
+    raise OSError('no route to host')
+
+
+def test_every_rank_sends_a_share_of_the_weights():
+    """And an error of one is raised on both."""
+    results = run_distributed(send_on_rank, 2)
+    model = tiny_causal_lm('gpt2')
+    perturb(model), perturb(model)
+    samples = local(Actor(model), numbered_prompts(4), sampling=FEW)
+    expected = [(i, text, ids, 2) for i, text, ids, _ in versions(samples)]
+    for rank, found in enumerate(results):
+        assert found['versions'] == expected[2 * rank : 2 * rank + 2]
+        numbers, size = found['numbers'][0]
+        assert size > 10 and numbers == list(range(rank, size, 2))
+        assert len(found['numbers']) == 3
+    assert results[0]['error'] == results[1]['error']
+
+
+def test_where_no_connection_can_be_made_weights_go_through_the_store(monkeypatch):
+    actor, workers = actor_of(), InProcessWorkers(2)
+    workers.beside = True
+    with RemoteEngine(workers) as engine:
+        assert_same(generated(engine, actor, prompts()), local(actor, prompts()))
+        assert engine.ways == ['tcp'] * 2
+        perturb(actor)
+        monkeypatch.setattr(remote, 'connect', unreachable)
+        with pytest.warns(UserWarning, match='rank 0 cannot connect to rollout workers .no route.*through the store'):
+            assert_same(generated(engine, actor, prompts()), local(actor, prompts()))
+        assert engine.ways == ['store'] * 2
+
+
+@pytest.mark.system
+def test_a_process_that_is_killed_while_it_receives_is_replaced_and_the_others_go_on(monkeypatch):
+    """Killed before, between and after its buckets, eight times."""
+    actor, workers, fill, kills = actor_of(), SpawnedWorkers(2, spawn=True), remote.fill_buckets, []
+
+    def killing(*given: Any) -> Any:
+        for number, bucket in enumerate(fill(*given)):
+            if number == at and not kills:
+                kills.append(number)
+                (process,) = workers._workers[at % 2][0]._processes.values()
+                process.kill()
+                process.join()
+            yield bucket
+
+    with RemoteEngine(workers, bucket_bytes=4096) as engine:
+        engine.begin(actor)
+        monkeypatch.setattr(remote, 'fill_buckets', killing)
+        for replaced, at in enumerate((0, 1, 2, 3, 10, 11, 20, 21), start=1):
+            kills.clear()
+            perturb(actor)
+            with pytest.warns(UserWarning, match='died .its process ended.; a new one takes its place'):
+                engine.begin(actor)
+            assert engine.num_replaced == replaced and engine.num_able == 2 and kills == [at]
+            tickets = [engine.submit(call_of(prompts())) for _ in range(2)]
+            for ticket in tickets:
+                assert_same(engine.take(ticket), local(actor, prompts()))
+
+
 # ---------------------------------------------------------------- full weights that do not fit on the device
 
 GREEDY = SamplingParams(max_new_tokens=5, eos_token_ids=(2,), do_sample=False)
@@ -507,7 +676,7 @@ def generate_from_shards(engine_kind: str, tensor_parallel: int, lora_rank: int)
 
 @pytest.mark.parametrize(
     ('engine_kind', 'tensor_parallel', 'lora_rank'),
-    [('remote', 1, 0), ('store', 2, 0), ('nccl', 2, 2)],
+    [('remote', 1, 0), ('store', 2, 0), ('tcp', 2, 0), ('nccl', 2, 2)],
 )
 def test_workers_have_the_whole_policy(engine_kind, tensor_parallel, lora_rank):
     alone = actor_with_adapters(lora_rank)

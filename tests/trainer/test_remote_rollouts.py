@@ -126,18 +126,30 @@ def test_dynamic_sampling_uses_timesteps_in_flight():
     assert len(set(indices(trainer))) == len(indices(trainer))
 
 
-def test_a_worker_that_dies_changes_nothing():
-    def run(die_on: dict[int, int]) -> Any:
-        pool = InProcessWorkers(2)
-        pool.die_on = die_on
-        return fit(make_stale(2, pool), 5)
+def run_with_deaths(n: int, workers: int, die_on: dict[int, int]) -> Any:
+    pool = InProcessWorkers(workers)
+    pool.die_on = die_on
+    return fit(make_stale(n, pool), 5)
 
-    undisturbed = run({})
+
+@pytest.mark.parametrize(('n', 'workers', 'die_on'), [(2, 3, {5: 1, 9: 1}), (0, 1, {5: 1, 9: 2}), (0, 2, {9: 3})])
+def test_a_worker_that_dies_changes_nothing(n, workers, die_on):
+    """Other workers have its weights, or, while a phase without staleness collects, the trainer."""
+    undisturbed = run_with_deaths(n, workers, {})
     with pytest.warns(UserWarning, match='generates its .* prompts again'):
-        disturbed = run({5: 1, 9: 2})
+        disturbed = run_with_deaths(n, workers, dict(die_on))
     assert disturbed.log.phases == undisturbed.log.phases and indices(disturbed) == list(range(20))
     assert torch.equal(weights(disturbed), weights(undisturbed))
-    assert disturbed.engine.num_replaced == 3
+    assert disturbed.engine.num_replaced == sum(die_on.values())
+
+
+def test_where_all_workers_die_what_they_had_is_asked_for_again_with_the_newest_weights():
+    """The worker dies of a sample that was asked for two phases before the one that learns from it."""
+    with pytest.warns(UserWarning, match='generates its .* prompts again'):
+        trainer = run_with_deaths(2, 1, {13: 1})
+    assert sorted(indices(trainer)) == list(range(20)) and trainer.engine.num_replaced == 1
+    assert indices(trainer)[-4:] == [12, 13, 14, 15]  # others were there before
+    assert trainer.ages == [{0}, {1}, {2}, {1}, {0}]
 
 
 class StopAt(Callback):

@@ -18,6 +18,7 @@ from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.checkpointing import schedules
 from chatgpt.trainer.sample_queue import Schedule
+from chatgpt.types import Prompt
 
 
 def test_a_schedule_repeats_a_run_to_the_bit_on_other_workers_and_from_a_checkpoint(tmp_path):
@@ -80,10 +81,10 @@ def test_a_worker_that_dies_changes_nothing_and_one_that_joins_loses_nothing():
     free = fit(make())
     schedule = free.collector.draws.queue.schedule
     disturbed = make()
-    disturbed.engine.workers.die_on = {5: 1, 9: 2}
+    disturbed.engine.workers.die_on = {5: 1, 13: 1}
     with pytest.warns(UserWarning, match='generates its .* prompts again'):
         fit(disturbed, schedule=schedule)
-    assert learned(disturbed) == learned(free) and disturbed.engine.num_replaced == 3
+    assert learned(disturbed) == learned(free) and disturbed.engine.num_replaced == 2
 
     class Joins(Callback):
         def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
@@ -93,6 +94,29 @@ def test_a_worker_that_dies_changes_nothing_and_one_that_joins_loses_nothing():
     grown = fit(make(Joins(), slowness={0: 5.0, 1: 5.0}))
     check_counts(grown)
     assert 2 in {worker for worker, _ in grown.engine.workers.answered}
+
+
+class Evaluates(Callback):
+    """Gives the workers weights of its own between phases, and in the middle of one."""
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        trainer.collector.generate([Prompt(ids=torch.tensor([5, 6]))], indices=[0])
+
+    def on_episode_end(self, trainer: Any, episode: int) -> None:
+        if trainer.timestep == 2:
+            self.on_phase_end(trainer, 0, {})
+
+
+def test_a_schedule_has_what_was_answered_where_all_workers_died_and_others_had_weights_in_between():
+    """Requests that were lost are not in it, and those before an evaluation are followed before it."""
+    first = make(Evaluates(), workers=2, slowness={0: 5.0})
+    first.engine.workers.die_on = {5: 2, 13: 2}
+    with pytest.warns(UserWarning, match='generates its .* prompts again'):
+        fit(first)
+    check_counts(first)
+    assert first.engine.num_replaced == 4
+    again = fit(make(Evaluates(), slowness={1: 3.0}, workers=3), schedule=first.collector.draws.queue.schedule)
+    assert learned(again) == learned(first) and torch.equal(weights(again), weights(first))
 
 
 def test_groups_stay_together_and_stop_strings_and_minimal_lengths_hold_across_parts():
