@@ -17,6 +17,7 @@ from small_environments import Letters
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.nn import Actor, Critic
+from chatgpt.nn.records import fetched
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
@@ -32,6 +33,7 @@ class Log(ProgressBar):
         self.ages: list[set[int]] = []
 
     def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+        experiences = fetched(trainer.strategy, experiences)
         names = ('index', 'group', 'score', 'prompt_text', 'response_text')
         tensors = ('prompt_ids', 'response_ids', 'response_mask', 'logprobs', 'values')
         self.ages.append({trainer.phase - e.version for e in experiences})
