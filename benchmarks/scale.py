@@ -87,6 +87,7 @@ class Case:
             memory=DEVICE,
             host_memory=HOST,
             experience_batch_size=self.timestep,
+            update_timesteps=PROMPTS // self.timestep,
             num_samples_per_prompt=SAMPLES,
             train_batch_size=PROMPTS * SAMPLES // UPDATES,
             max_tokens_per_batch=self.tokens,

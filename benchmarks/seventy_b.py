@@ -74,6 +74,7 @@ def setup_of(method: str, layout: str, gpus: int, tokens: int, elsewhere: bool) 
         host_memory=HOST,
         train_batch_size=SEQUENCES,
         experience_batch_size=SEQUENCES // options.get('num_samples_per_prompt', 1),
+        update_timesteps=1,
         max_tokens_per_batch=tokens,
         max_prompt_tokens=tokens // 2,
         max_new_tokens=tokens // 2,
