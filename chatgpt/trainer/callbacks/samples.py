@@ -1,7 +1,6 @@
 """Tables of sample texts with their scores, on the terminal and in run_dir/samples.jsonl.
 
-They show the first prompts of a phase on rank 0, which change with the data order; for fixed prompts use an
-`Evaluator`.
+They show the first prompts of a phase, which change with the data order; for fixed prompts use an `Evaluator`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chatgpt.nn.records import is_here
+from chatgpt.nn.records import fetched, is_here
 from chatgpt.trainer.callbacks.base import TrainerView, check_interval, say
 from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience, Sample
@@ -126,9 +125,12 @@ class SampleTable(RunFileWriter):
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         due = step == 1 or step % self.every == 0 or step == trainer.num_phases
-        if not due or not trainer.last_experiences or not trainer.strategy.is_rank_0:
+        if not due or not trainer.last_experiences:
             return
-        rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
+        first = fetched(trainer.strategy, trainer.last_experiences[: self.num_rows])
+        if not trainer.strategy.is_rank_0:
+            return
+        rows = rows_of(first, self.num_rows, trainer.tokenizer)
         self._file.write(trainer, step, rows)
         if self.show:
             ends = ('end',) if 'parts' in rows[0] else ()
