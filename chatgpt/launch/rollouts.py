@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,8 +49,9 @@ def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
     """Yields the engine of the run's workers, or of neighbouring ranks, None without either; workers end with the
     context. Workers with vLLM are shared by all ranks, others by the processes of one rank."""
     if not isinstance(args, PPORun) or not args.rollout_workers:
-        parts = getattr(args, 'vllm_tensor_parallel', 1)
-        vllm = VLLMEngine(args.pretrain, tensor_parallel_size=parts) if parts > 1 else None
+        parts = args.vllm_tensor_parallel if isinstance(args, PPORun) else 1
+        start = args.base or Path(args.save_path, 'initial')  # see `recipes.start_of`
+        vllm = VLLMEngine(start, tensor_parallel_size=parts) if parts > 1 else None
         yield vllm and NeighboursEngine(strategy, vllm, parts)
         return
     with _engine(args) as engine:

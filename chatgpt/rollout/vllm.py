@@ -235,7 +235,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def _settings_of_adapters(model: Any) -> dict[str, Any]:
     """Returns keyword arguments of `vllm.LLM` for the adapters of a model. Raises ValueError if vLLM cannot have them
     apart."""
-    layers = lora_layers(model).values()
+    layers: list[Any] = list(lora_layers(model).values())
     rank = max((layer.r for layer in layers), default=0)
     if not 0 < rank <= _RANKS[-1] or any(layer.bias_mode != 'none' for layer in layers):
         raise ValueError(
