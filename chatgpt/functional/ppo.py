@@ -405,6 +405,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 if R is
     constant."""
     total = masked_var(returns.double(), mask, unbiased=False)
-    rest = masked_var(returns.double() - values.double(), mask, unbiased=False)
-    safe = torch.where(total > 0, total, torch.ones_like(total))
-    return torch.where(total > 0, 1.0 - rest / safe, torch.zeros_like(total))
+    return explained(total, masked_var(returns.double() - values.double(), mask, unbiased=False))
+
+
+def explained(total: Tensor, rest: Tensor) -> Tensor:
+    """1 − rest / total, from Var(R) and Var(R − V), or from both times the number of tokens; 0 where `total` is 0."""
+    return torch.where(total > 0, 1.0 - rest / torch.where(total > 0, total, 1.0), 0.0)

@@ -48,11 +48,12 @@ def check_rollout_args(args: PPORun) -> None:
 def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
     """Yields the engine of the run's workers, or of neighbouring ranks, None without either; workers end with the
     context. Workers with vLLM are shared by all ranks, others by the processes of one rank."""
+    if isinstance(args, PPORun) and args.vllm_tensor_parallel > 1:
+        parts, start = args.vllm_tensor_parallel, args.base or Path(args.save_path, 'initial')  # `recipes.start_of`
+        yield NeighboursEngine(strategy, VLLMEngine(start, tensor_parallel_size=parts), parts)
+        return
     if not isinstance(args, PPORun) or not args.rollout_workers:
-        parts = args.vllm_tensor_parallel if isinstance(args, PPORun) else 1
-        start = args.base or Path(args.save_path, 'initial')  # see `recipes.start_of`
-        vllm = VLLMEngine(start, tensor_parallel_size=parts) if parts > 1 else None
-        yield vllm and NeighboursEngine(strategy, vllm, parts)
+        yield None
         return
     with _engine(args) as engine:
         if strategy is None or strategy.processes.world_size == 1:

@@ -46,7 +46,7 @@ def lengths_only(sample: Sample) -> Any:
     )
 
 
-def shared(strategy: Communicator, own: list[Experience]) -> list[Experience]:
+def of_all_ranks(strategy: Communicator, own: list[Experience]) -> list[Experience]:
     """Returns the records of all ranks, ordered by sample index: this rank's `own`, and outlines of the others. A
     collective."""
     own = strategy.from_leader(own)

@@ -228,7 +228,7 @@ def _has_head(model: Any) -> bool:
     return any(type(module).__name__ == 'ParallelLMHead' for module in model.modules())
 
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """values of vLLM's `max_lora_rank`"""
 
 
@@ -237,12 +237,12 @@ def _settings_of_adapters(model: Any) -> dict[str, Any]:
     apart."""
     layers: list[Any] = list(lora_layers(model).values())
     rank = max((layer.r for layer in layers), default=0)
-    if not 0 < rank <= _RANKS[-1] or any(layer.bias_mode != 'none' for layer in layers):
+    if not 0 < rank <= _ADAPTER_RANKS[-1] or any(layer.bias_mode != 'none' for layer in layers):
         raise ValueError(
-            f'VLLMEngine(adapters=True): needs LoRA adapters of rank 1 to {_RANKS[-1]} without trained biases, and '
-            f'this policy has rank {rank}; leave adapters out'
+            f'VLLMEngine(adapters=True): needs LoRA adapters of rank 1 to {_ADAPTER_RANKS[-1]} without trained biases, '
+            f'and this policy has rank {rank}; leave adapters out'
         )
-    return {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': next(r for r in _RANKS if r >= rank)}
+    return {'enable_lora': True, 'max_loras': 1, 'max_lora_rank': next(r for r in _ADAPTER_RANKS if r >= rank)}
 
 
 def _unwrap(model: Any) -> None:

@@ -175,20 +175,15 @@ class Strategy(OnRanks):
             dtype: dtype of the weights; None means `numerics.full_dtype`.
             whole: yield all weights also under tensor parallelism, instead of this process's part of them.
             read_only: nothing is computed with the module, so weights too large for the device may stay in host memory.
-            folded: False yields the module itself with LoRA unmerged, in its own dtype. Only for strategies that hold
-                whole weights in every process; others raise ValueError.
-            on_disk: folder in which a sharded strategy keeps the whole weights, so that no rank holds them in memory.
-                Such a copy is for saving, on rank 0.
+            folded: False yields the module itself, LoRA unmerged; ValueError from strategies that shard weights.
+            on_disk: folder in which a sharded strategy keeps the whole weights, not in memory, to save them on rank 0.
         """
         from chatgpt.nn.trunk import in_eval_mode
 
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
-        if not folded:
-            with in_eval_mode(module):
-                yield module
-            return
-        if dtype is torch.float32:
-            with in_eval_mode(module), self._narrow.widened(module), copies.lora_merged(module):
+        if dtype is torch.float32 or not folded:
+            wide, merged = (self._narrow.widened, copies.lora_merged) if folded else (nullcontext, nullcontext)
+            with in_eval_mode(module), wide(module), merged(module):
                 yield module
             return
         with self._kept_copy.reused(module, dtype) as kept:

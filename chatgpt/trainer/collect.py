@@ -183,7 +183,7 @@ class Collector:
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
         """Context in which the engine has the policy's weights."""
-        with self.draws.alone, ExitStack() as held:
+        with self.draws.alone(), ExitStack() as held:
             copies = self.engine.abilities.copies_weights
             apart = {'folded': False} if self.engine.abilities.takes_adapters else {}
             full = (policy or self.policy)(whole=copies, read_only=copies, **apart)

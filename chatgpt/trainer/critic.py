@@ -147,6 +147,7 @@ def read_targets(reader: TensorReader, ranks: Ranks) -> list[ValueTarget]:
 
     lengths = {name: whole(name).tolist() for name in ('num_prompt', 'num_response')}
     masks = whole('response_mask').bool().split(lengths['num_response'])
+    dtypes = {name: reader.read(name, 0, 0).dtype for name in TOKENS}
     starts, targets = dict.fromkeys(TOKENS, 0), []
     for i, index in enumerate(whole('index').tolist()):
         rank, tensors = i * ranks.world_size // len(masks), {}
@@ -155,7 +156,7 @@ def read_targets(reader: TensorReader, ranks: Ranks) -> list[ValueTarget]:
             tensors[name] = (
                 reader.read(name, start, starts[name]).clone()
                 if rank == ranks.rank
-                else torch.empty(lengths[counted][i], dtype=reader.read(name, 0, 1).dtype, device='meta')
+                else torch.empty(lengths[counted][i], dtype=dtypes[name], device='meta')
             )
         targets.append(ValueTarget(index=index, response_mask=masks[i], rank=rank, **tensors))
     return targets

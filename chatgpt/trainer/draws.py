@@ -112,7 +112,6 @@ class Draws:
     def forget(self) -> None:
         """Drops the samples in flight; their prompts are used again."""
 
-    @property
     def alone(self) -> AbstractContextManager[Any]:
         """Context in which nothing else uses the engine."""
         return nullcontext()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.functional.masking import joined_moments, moments
-from chatgpt.functional.ppo import kl_penalty
+from chatgpt.functional.ppo import explained, kl_penalty
 from chatgpt.nn.records import is_here, numbers
 from chatgpt.nn.sweep import Communicator
 from chatgpt.trainer.config import PPOConfig
@@ -277,16 +277,16 @@ def value_metrics(experiences: SequenceOf[Experience], strategy: Communicator | 
         return torch.cat([moments(x, e.response_mask) for x in columns])
 
     table = numbers(experiences, row, 9, strategy)
-    returns, errors, advantages = (joined_moments(part).tolist() for part in table.split(3, dim=1))
-    count = returns[0]
+    returns, errors, advantages = map(joined_moments, table.split(3, dim=1))
+    count, total, squares = returns.tolist()
     if not count:
         return {}
     return {
-        'ppo/return_mean': returns[1] / count,
-        'ppo/return_var': returns[2] / count,
-        'ppo/advantage_mean': advantages[1] / count,
-        'ppo/advantage_std': math.sqrt(advantages[2] / max(count - 1, 1)),
-        'ppo/explained_variance': 1.0 - errors[2] / returns[2] if returns[2] > 0 else 0.0,
+        'ppo/return_mean': total / count,
+        'ppo/return_var': squares / count,
+        'ppo/advantage_mean': float(advantages[1]) / count,
+        'ppo/advantage_std': math.sqrt(float(advantages[2]) / max(count - 1, 1)),
+        'ppo/explained_variance': float(explained(returns[2], errors[2])),
     }
 
 

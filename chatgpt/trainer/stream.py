@@ -74,7 +74,6 @@ class Stream(Draws):
         self._loaded: Mapping[str, Any] = {}
         """a loaded checkpoint, until a phase uses it"""
 
-    @property
     @contextmanager
     def alone(self) -> Iterator[None]:
         with self._changed:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chatgpt.functional.masking import joined_moments, masked_mean, masked_var, moments, whiten
-from chatgpt.nn.records import fetched, is_here, lengths_only, moved, numbers, shared
+from chatgpt.nn.records import fetched, is_here, lengths_only, moved, numbers, of_all_ranks
 from chatgpt.strategies import DDPStrategy, FSDPStrategy
 from chatgpt.strategies.ranks import Ranks
 from chatgpt.strategies.sums import ExactSums, Sums
@@ -78,7 +78,7 @@ OWNED = ((0, 3, 4, 6), (1, 2, 5))
 def on_two_ranks() -> dict[str, Any]:
     with DDPStrategy(seed=0, device='cpu') as strategy:
         me = strategy.rank
-        records = shared(strategy, [record(i) for i in OWNED[me]])
+        records = of_all_ranks(strategy, [record(i) for i in OWNED[me]])
         assert [r.index for r in records] == list(range(7))
         assert [r.index for r in records if is_here(r)] == list(OWNED[me])
         assert [r.rank for r in records] == [0, 1, 1, 0, 0, 1, 0]
@@ -136,7 +136,7 @@ def with_two_processes_of_a_rank() -> dict[str, Any]:
         process = strategy.processes.rank
         own = [record(i) for i in OWNED[strategy.rank]]
         own[0].values += process % 2  # as a device of its own may round otherwise
-        records = shared(strategy, own)
+        records = of_all_ranks(strategy, own)
         dist.all_gather_object = gather
         there = [1 - r.rank for r in records]
         batch = moved(strategy, records, there)

@@ -20,7 +20,7 @@ from chatgpt.functional.choices import KLKind
 from chatgpt.functional.losses import kl_full
 from chatgpt.functional.masking import joined_moments, moments, whiten, whitening
 from chatgpt.functional.ppo import kl_penalty, token_rewards
-from chatgpt.nn.records import is_here, numbers, shared
+from chatgpt.nn.records import is_here, numbers, of_all_ranks
 from chatgpt.nn.sweep import Communicator, cuts_of_own, read_back, sweep
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import RewardValueError, Score, Scorer, WeightedScorer, combine, sequence_score
@@ -101,7 +101,7 @@ class ExperienceMaker:
                 scores = self.scorer.score(samples, self.strategy)
         local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
         self._run_models(local, settings)
-        experiences = shared(self.strategy, local)
+        experiences = of_all_ranks(self.strategy, local)
         self._fill_rewards(experiences, kl_coef)
         self.estimate(experiences)
         return experiences
