@@ -1,62 +1,96 @@
-"""Prompts, calls and policies of the tests of remote engines."""
+"""Helpers for tests of engines: prompts, calls, plain forwards, comparisons."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+import transformers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams
-from chatgpt.testing.fakes import tiny_causal_lm
+from chatgpt.rollout import Call, SamplingParams
 from chatgpt.types import Prompt, Sample
 
-SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,), temperature=0.8, top_p=0.95)
+LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
 
 
-def prompts(num: int = 12) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 64, (1 + i % 5,), generator=generator) for i in range(num)]
-    return [Prompt(ids=x, text=f'prompt {i}', columns={'answer': i}) for i, x in enumerate(ids)]
+def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
 
 
-def call_of(given: list[Prompt], sampling: SamplingParams = SAMPLING, first: int = 0, **kw: Any) -> Call:
-    return Call.of(given, sampling, seed=5, indices=range(first, first + len(given)), **kw)
+def generated(engine: Any, policy: Any, sampling: SamplingParams, prompts: Any = None, **call: Any) -> list[Sample]:
+    """Runs a collect phase of an engine. policy: an actor or a transformers model. call: arguments of `Call.of`; the
+    default seed is 5."""
+    prompts = prompts_of() if prompts is None else prompts
+    engine.begin(policy if hasattr(policy, 'trunk') else Actor(policy))
+    try:
+        return engine.generate(Call.of(prompts, sampling, **({'seed': 5, 'indices': range(len(prompts))} | call)))
+    finally:
+        engine.end()
 
 
-def actor_of(family: str = 'gpt2', seed: int = 0) -> Actor:
-    return Actor(tiny_causal_lm(family, seed=seed))
+def assert_same(found: list[Sample], wanted: list[Sample], tolerance: float = 2e-5) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert (a.index, a.finish_reason) == (b.index, b.finish_reason)
+        for name in ('logprobs', 'filtered_logprobs', 'edge_distances'):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=tolerance, rtol=0)
 
 
-def generated(engine: Any, actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
-    engine.begin(actor)
-    samples = engine.generate(call_of(given, **kw))
-    engine.end()
-    return samples
-
-
-def local(actor: Any, given: list[Prompt], **kw: Any) -> list[Sample]:
-    return generated(LocalEngine(), actor, given, **kw)
-
-
-def assert_same(a: list[Sample], b: list[Sample]) -> None:
-    assert len(a) == len(b) > 0
-    for x, y in zip(a, b, strict=True):
-        for name in Sample.__dataclass_fields__:
-            if name == 'version':
-                continue
-            u, v = getattr(x, name), getattr(y, name)
-            assert (u.dtype == v.dtype and torch.equal(u, v)) if isinstance(u, torch.Tensor) else u == v, name
-
-
-def perturb(model: nn.Module) -> None:
-    """Changes all weights, like a training step."""
+def slow_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """Returns (A, V) float64 logits that predict each action, from a plain forward of the whole sequence."""
+    ids = torch.cat([sample.prompt_ids, sample.response_ids])
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
-            )
+        logits = model(ids[None]).logits[0].double()
+    return logits[len(sample.prompt_ids) - 1 : -1]
 
 
-# ---------------------------------------------------------------------- samples
+def tiny_of(kind: str, **own: Any) -> Any:
+    """Returns a random model of a family that is not in `chatgpt.testing`."""
+    sizes = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2, 'pad_token_id': 0}
+    heads = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'max_position_embeddings': 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f'{kind}Config')(**(sizes | heads | {'initializer_range': 0.1} | own))
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+class Turns:
+    """Three turns of up to four tokens, with an observation of two tokens between them; see `converse`."""
+
+    def __init__(self, count: int) -> None:
+        self.turns: list[list[Any]] = [[] for _ in range(count)]
+
+    def limit(self, i: int) -> int:
+        return 4
+
+    def ended(self, i: int, turn: Sample) -> None:
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i: int) -> torch.Tensor | None:
+        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
+
+
+def generated_turns(engine: Any, policy: Any, prompts: list[Prompt], sampling: SamplingParams) -> list[list[Any]]:
+    turns = Turns(len(prompts))
+    engine.begin(policy)
+    engine.converse(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))), turns)
+    engine.end()
+    return turns.turns
+
+
+@contextmanager
+def counted_captures() -> Iterator[list[Any]]:
+    """Context that returns the list of captured graphs."""
+    made: list[Any] = []
+
+    def capture(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(graph)
+        return kept(graph, *args, **kwargs)
+
+    kept = torch.cuda.graph
+    with patch.object(torch.cuda, 'graph', capture):
+        yield made

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_calls import SAMPLING, actor_of, assert_same, call_of, generated, local, perturb, prompts
+from remote_calls import SAMPLING, actor_of, assert_same, call_of, generated, local, perturb, prompts
 from in_process_workers import InProcessWorkers
 from spawned_workers import SpawnedWorkers
 

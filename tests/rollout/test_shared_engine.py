@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_calls import call_of, local, perturb
+from remote_calls import call_of, local, perturb
 from in_process_workers import InProcessWorkers
 from spawned_workers import STAND_IN, SpawnedWorkers
 

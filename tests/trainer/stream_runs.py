@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from in_process_workers import InProcessWorkers
-from tiny_runs import ppo
+from tiny_runs import ppo, weights
 
 from chatgpt.rollout import RemoteEngine
+from chatgpt.strategies import DDPStrategy
+from chatgpt.trainer.checkpointing import schedules
 from chatgpt.trainer.sample_queue import Schedule
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
@@ -76,3 +78,16 @@ def stream_engine(address: str) -> RemoteEngine:
     from chatgpt.rollout.ray_workers import RayWorkers
 
     return RemoteEngine(RayWorkers(2, resources={'CPU': 1}, address=address), chunk_size=2, slice_tokens=2)
+
+
+def on_ranks(folder: str, address: str | None, followed: str | None) -> list[Any]:
+    """A rank's part of a stream, free or following a checkpoint's schedules. It lies in a module that does not import
+    Ray: a rank imports what it runs before its environment has the token that Ray asks for at import."""
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        if address is not None:
+            with stream_engine(address) as engine:
+                trainer = fit(make(strategy=strategy, engine=engine))
+        else:
+            trainer = fit(make(strategy=strategy), schedule=schedules(followed)[strategy.rank])
+        trainer.save_checkpoint(folder)
+        return [learned(trainer), trainer.log.phases, weights(trainer).tolist()]

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from stream_runs import PHASES, check_counts, check_samples, cluster, fit, learned, make, stream_engine
+from stream_runs import PHASES, check_counts, check_samples, cluster, fit, learned, make, on_ranks, stream_engine
 from tiny_runs import weights
 
-from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.checkpointing import schedules
@@ -117,17 +116,6 @@ def test_a_trainer_that_is_killed_in_a_stream_goes_on_from_its_checkpoint(tmp_pa
     trained = make()
     trained.load_checkpoint(last)
     assert torch.equal(weights(again), weights(trained))
-
-
-def on_ranks(folder: str, address: str | None, followed: str | None) -> list[Any]:
-    with DDPStrategy(seed=3, device='cpu') as strategy:
-        if address is not None:
-            with stream_engine(address) as engine:
-                trainer = fit(make(strategy=strategy, engine=engine))
-        else:
-            trainer = fit(make(strategy=strategy), schedule=schedules(followed)[strategy.rank])
-        trainer.save_checkpoint(folder)
-        return [learned(trainer), trainer.log.phases, weights(trainer).tolist()]
 
 
 def test_two_ranks_have_actors_of_their_own(tmp_path):
