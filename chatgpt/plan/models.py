@@ -305,13 +305,16 @@ def faked(model: nn.Module) -> Iterator[Any]:
 
 
 def batch_of(rows: int, setup: Setup) -> Batch:
-    """Returns a batch of rows of the full length, which begin with the same tokens as the run's prompts do."""
-    mask = torch.ones(setup.max_new_tokens, dtype=torch.bool)
+    """Returns a batch of rows of the full length, which begin with the same tokens as the run's prompts do. On a CPU
+    the last of several rows is a token shorter, for attention pads sequences of different lengths there."""
     sequences = []
     for row in range(rows):
-        ids = torch.full((setup.max_prompt_tokens + setup.max_new_tokens,), row + 1)
+        shorter = not setup.on_cuda and 0 < row == rows - 1
+        num_new = max(setup.max_new_tokens - shorter, 1)
+        ids = torch.full((setup.max_prompt_tokens + num_new,), row + 1)
         ids[: min(setup.shared_prompt_tokens, setup.max_prompt_tokens)] = 0
-        prompt, response = ids.split([setup.max_prompt_tokens, setup.max_new_tokens])
+        prompt, response = ids.split([setup.max_prompt_tokens, num_new])
+        mask = torch.ones(num_new, dtype=torch.bool)
         sequences.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask))
     return collate(sequences)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Model, OPTConfig
 
+from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
 from chatgpt.plan.__main__ import main
@@ -19,6 +20,7 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
 from chatgpt.trainer import strategies as s
+from chatgpt.types import Sequence
 
 CONFIG = tiny_config('gpt2', positions=64, layers=3)
 CPU = {'on_cuda': False, 'max_prompt_tokens': 8, 'max_new_tokens': 8}
@@ -42,8 +44,6 @@ def actor_of(variant: str) -> Actor:
 def held(name: str, variant: str, precision: str) -> tuple[int, int, int]:
     """Returns bytes of weights with their masters, gradients and optimizer states of a real model after a step and
     another backward."""
-    from chatgpt.batching import collate
-
     options = {'cpu_offload': True} if name == 'fsdp_cpu' else {}
     strategy = getattr(s, LAYOUTS[name][0])(device='cpu', precision=precision, **options)
     with strategy:
@@ -177,6 +177,24 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
     planned = models.learning_bytes(kind, CONFIG, setup, 4, growing=4.0)
     assert planned == pytest.approx(live.peak, rel=0.01)
     assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
+
+
+def test_padding_in_attention_is_planned_on_a_cpu():
+    from transformers import AutoModelForCausalLM
+
+    setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=22, max_new_tokens=6, on_cuda=False)
+    torch.manual_seed(0)
+    real = Actor(AutoModelForCausalLM.from_config(CONFIG)).train()
+    ones = torch.ones(22, dtype=torch.int64)
+    sequences = [
+        Sequence(prompt_ids=(row + 1) * ones, response_ids=ones[:n], response_mask=ones[:n].bool())
+        for row, n in enumerate((6, 6, 5, 6, 4, 6))
+    ]
+    with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
+        real(collate(sequences), with_entropy='detached').logprobs.sum().backward()
+    planned = models.learning_bytes('actor', CONFIG, setup, 6, growing=4.0)
+    assert live.peak <= planned < 1.03 * live.peak
+    assert models.learning_bytes('actor', CONFIG, replace(setup, on_cuda=True), 6, growing=4.0) < live.peak
 
 
 @pytest.mark.parametrize('shared', [0, 20])
