@@ -27,8 +27,8 @@ STOPPING_S = 10.0
 """seconds in which a worker that made a sender fail ends its connection"""
 
 
-def over(connection: socket.socket) -> Connection:
-    """Returns objects' end of a connection. It is closed apart from the socket, and ends when that is interrupted."""
+def messages(connection: socket.socket) -> Connection:
+    """Returns the connection for sending objects. It is closed apart from the socket; `interrupt` ends both."""
     connection.setblocking(True)
     return Connection(connection.dup().detach())
 
@@ -54,7 +54,9 @@ def bucket_of(handle: Any, device: torch.device) -> Tensor:
     """Returns a bucket of another process, which must keep it as long as it is read."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    return rebuild_cuda_tensor(*handle[:6], device.index, *handle[7:])  # the GPU may have another number there
+    arguments = list(handle)
+    arguments[6] = device.index  # the GPU may have another number in the process that made it
+    return rebuild_cuda_tensor(*arguments)
 
 
 class Link:
@@ -73,7 +75,7 @@ class Link:
 
     def open(self, connection: socket.socket, device: torch.device) -> None:
         """Begins a version of the weights, with buckets on `device`."""
-        self.connection, self.host = over(connection), connection.getsockname()[0]
+        self.connection, self.host = messages(connection), connection.getsockname()[0]
         self.given: SimpleQueue[Tensor | None] = SimpleQueue()
         self.sent: SimpleQueue[bool] = SimpleQueue()
         name = f'chatgpt-weights-{self.worker}'
@@ -119,7 +121,7 @@ class Link:
         while sent is None:
             try:
                 sent = self.sent.get(timeout=POLL_S)
-            except Empty:  # over IPC the thread reads the connection, and NCCL's worker says nothing before the end
+            except Empty:  # by NCCL a worker sends nothing: what there is to read is the end. By IPC the thread reads
                 sent = False if self.way == 'nccl' and self.connection.poll() else None
         if not sent:
             # a worker that has failed is the cause, and its call says why

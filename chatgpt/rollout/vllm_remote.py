@@ -48,6 +48,7 @@ class VLLMRemoteEngine(RemoteEngine):
         """True if the workers' model has a separate output layer; None before the first `begin`"""
         self.links: dict[int, Link] = {}
         """of this rank, by worker"""
+        self._device = torch.device('cpu')  # of their buckets
 
     def _check_options(self) -> None:
         check_options('VLLMRemoteEngine', self.engine_options, RESERVED)
@@ -60,7 +61,7 @@ class VLLMRemoteEngine(RemoteEngine):
         return self.chunk_size or -(-num_prompts // self.workers.num_workers)
 
     def _spec_of(self, model: Any) -> VLLMSpec:
-        self._check_way(next(model.parameters()).device)
+        self._check_way(_device_of_buckets(next(model.parameters()).device))
         spec = super()._spec_of(model)
         return VLLMSpec(**vars(spec), tensor_parallel=self.tensor_parallel)
 
@@ -77,12 +78,13 @@ class VLLMRemoteEngine(RemoteEngine):
     def _serve(self, addresses: Mapping[int, Address], device: torch.device) -> dict[int, Served]:
         """Returns the workers that one rank sends all buckets to. Raises ValueError if the requested way is not
         possible for one."""
-        given = self.weight_transfer
-        cards = self._of_ranks(name_of_device(device))
-        if given in ('tcp', 'store') or (given == 'auto' and not self._can_send(device)):
+        given, self._device = self.weight_transfer, _device_of_buckets(device)
+        cards = self._of_ranks(name_of_device(self._device))
+        if given in ('tcp', 'store') or (given == 'auto' and not self._can_send(self._device)):
             return {}
         served: dict[int, Served] = {}
-        for worker, (*_, gpus, _) in addresses.items():
+        for worker, address in addresses.items():
+            gpus = address.gpus
             near = [rank for rank, card in enumerate(cards) if card and card in gpus]
             far = [rank for rank in range(len(cards)) if rank not in near]
             able = {'ipc': near[0]} if near and len(gpus) == 1 else {}
@@ -101,16 +103,16 @@ class VLLMRemoteEngine(RemoteEngine):
         others = {worker: c for worker, c in connections.items() if worker not in self._served}
         if others:
             super()._send_share(order, others, tensors)
-        links, device = [], next(iter(tensors.values())).device
+        links = []
         for worker in connections.keys() - others.keys():
             way, address = self._served[worker].way, order.addresses[worker]
             link = self.links.get(worker)
-            if link is None or (link.way, link.name) != (way, address.group):  # or else it has this group still
+            if link is None or (link.way, link.name) != (way, address.group):  # else the worker is in its group still
                 if link is not None:
                     link.leave()
                 self.links[worker] = link = Link(worker, way, address)
             links.append(link)
-        broadcast(links, connections, fill_buckets(order.manifest, tensors, device=device), device)
+        broadcast(links, connections, fill_buckets(order.manifest, tensors, device=self._device), self._device)
 
     def _check_way(self, device: torch.device) -> None:
         """Raises ValueError for a transfer that is impossible for any worker. Called before the workers start, when
@@ -149,3 +151,9 @@ def _tensor_parallel(workers: RolloutWorkers) -> int:
     if gpus < 0 or gpus != int(gpus):
         raise ValueError(f'resources: GPU={gpus} of a vLLM worker must be a whole number; 0 computes on a CPU')
     return int(gpus)
+
+
+def _device_of_buckets(device: torch.device) -> torch.device:
+    """Returns this process's GPU also for weights in host memory, where those that are too large for it are."""
+    on_gpu = device.type == 'cpu' and torch.cuda.is_initialized()
+    return torch.device('cuda', torch.cuda.current_device()) if on_gpu else device

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.connection import Address
-from chatgpt.rollout.links import POLL_S, bucket_of, join_group, over
+from chatgpt.rollout.links import POLL_S, bucket_of, join_group, messages
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
@@ -112,8 +112,8 @@ class VLLMWorker(Worker):
         `listen`, by 'nccl' or 'ipc'."""
         self.start_loading(manifest)
         self._group = b''  # until all is here
-        ((_, connection),) = self._listening().accept(1).items()
-        with connection, over(connection) as rank:
+        (connection,) = self._listening().accept(1).values()
+        with connection, messages(connection) as rank:
             (self._broadcast if way == 'nccl' else self._share)(manifest, rank)
         self.finish_loading()
 
