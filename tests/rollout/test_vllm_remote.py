@@ -17,6 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, links, vllm_remote, vllm_worker
+from chatgpt.rollout.connection import Address
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Sample
@@ -156,6 +157,23 @@ def test_on_one_gpu_handles_are_sent(monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         with pytest.raises(ValueError, match="worker 0: 1 of 1 ranks compute on its 1 GPUs; use weight_transfer='ipc'"):
             engine.begin(Actor(tiny_causal_lm('gpt2')))
+
+
+@pytest.mark.parametrize(
+    ('cards', 'gpus', 'expected'),
+    [
+        (['a'], ['b', 'cd', 'a', 'ab'], [('nccl', 0), ('nccl', 0), ('ipc', 0), None]),
+        (['a', 'b'], ['x', 'y', 'z'], [('nccl', 0), ('nccl', 1), ('nccl', 0)]),
+        (['a', 'b'], ['b', 'bx', 'ab', 'xy'], [('ipc', 1), ('nccl', 0), None, ('nccl', 1)]),
+    ],
+)
+def test_a_worker_is_served_by_a_rank_on_other_gpus_or_on_its_only_one(monkeypatch, cards, gpus, expected):
+    """Workers on the GPUs of all ranks are sent weights over TCP."""
+    engine = VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}))
+    monkeypatch.setattr(engine, '_of_ranks', lambda own: cards)
+    addresses = {worker: Address('', 0, b'', tuple(names)) for worker, names in enumerate(gpus)}
+    served = engine._serve(addresses, torch.device('cpu'))
+    assert [served.get(worker) for worker in addresses] == expected
 
 
 def at_address(address: int, size: int) -> torch.Tensor:
