@@ -1,6 +1,6 @@
 """An engine with workers that run vLLM on several GPUs each.
 
-Buckets of weights go from GPU to GPU (`chatgpt.rollout.links`), to each worker from one of the ranks, so that all ranks
+Buckets of weights go from GPU to GPU (`chatgpt.rollout.vllm_links`), to each worker from one of the ranks, so that all ranks
 send at once. Weights on a CPU and a trainer without vLLM use the ways of `RemoteEngine`.
 """
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.connection import Address
 from chatgpt.rollout.engine import Abilities
-from chatgpt.rollout.links import Link, broadcast
 from chatgpt.rollout.remote import Order, RemoteEngine, RolloutWorkers, Served
 from chatgpt.rollout.vllm import check_options, check_sampling
+from chatgpt.rollout.vllm_links import Link, broadcast
 from chatgpt.rollout.vllm_worker import RESERVED, VLLMSpec, name_of_device
 from chatgpt.rollout.wire import checkpoint_tensors, fill_buckets, unique_tensors
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.connection import Address
-from chatgpt.rollout.links import POLL_S, bucket_of, join_group, messages
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
+from chatgpt.rollout.vllm_links import POLL_S, bucket_of, join_group, messages
 from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, WholeTensors, bucket_buffer
 from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, identity
 

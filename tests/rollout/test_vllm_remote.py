@@ -16,7 +16,7 @@ from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams, links, vllm_remote, vllm_worker
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_links, vllm_remote, vllm_worker
 from chatgpt.rollout.connection import Address
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.testing import tiny_causal_lm
@@ -149,7 +149,7 @@ def test_on_one_gpu_handles_are_sent(monkeypatch):
         by_store = two_versions(engine, tiny_causal_lm('gpt2'))
     for module in (vllm_remote, vllm_worker):
         monkeypatch.setattr(module, 'name_of_device', lambda device: 'GPU-1')
-    monkeypatch.setattr(links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
+    monkeypatch.setattr(vllm_links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
     monkeypatch.setattr(vllm_worker, 'bucket_of', lambda handle, device: at_address(*handle))
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), bucket_bytes=4096) as engine:
         assert two_versions(engine, tiny_causal_lm('gpt2')) == by_store
@@ -182,7 +182,7 @@ def at_address(address: int, size: int) -> torch.Tensor:
 
 def test_what_a_worker_raises_is_named(monkeypatch):
     message = 'sending weights to rollout worker 0 by nccl: ZeroDivisionError'
-    monkeypatch.setattr(links, 'STOPPING_S', 0.2)
+    monkeypatch.setattr(vllm_links, 'STOPPING_S', 0.2)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         model = tiny_causal_lm('gpt2')
         engine.begin(Actor(model))

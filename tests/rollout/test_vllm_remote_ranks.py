@@ -15,7 +15,7 @@ from remote_calls import perturb
 from spawned_workers import STAND_IN, SpawnedWorkers
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams, SharedEngine, links, vllm_remote, vllm_worker, wire
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, SharedEngine, vllm_links, vllm_remote, vllm_worker, wire
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.strategies import DDPStrategy
 from chatgpt.testing import tiny_causal_lm
@@ -80,7 +80,7 @@ def send_on_rank() -> dict[str, Any]:
         shared.begin(Actor(other if strategy.rank == 1 else model))
         found['held'] = strategy.is_rank_0 and [held_by(workers, w, other if w == 1 else model) for w in range(3)]
         # sending that fails on rank 1 is an error of both
-        links.STOPPING_S = 0.2
+        vllm_links.STOPPING_S = 0.2
         if strategy.rank == 1:
             engine.links[1].group.broadcast = lambda *_: 1 // 0
         with pytest.raises((RuntimeError, ConnectionError)) as error:
