@@ -4,7 +4,7 @@
     rank r of R: send(buckets r, r + R, ...) to all workers at once ─▶ worker: Listener.buckets, in their order
 
 A connection carries the bytes of buckets alone: both ends have the manifest. A bucket has one buffer on each side.
-Where buckets go from GPU to GPU (`chatgpt.rollout.vllm_links`), the connection arranges that, and its end tells of a death.
+Where buckets go from GPU to GPU (`vllm_links`), the connection arranges that, and its end tells of a death.
 """
 
 from __future__ import annotations

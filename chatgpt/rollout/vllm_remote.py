@@ -1,7 +1,7 @@
 """An engine with workers that run vLLM on several GPUs each.
 
-Buckets of weights go from GPU to GPU (`chatgpt.rollout.vllm_links`), to each worker from one of the ranks, so that all ranks
-send at once. Weights on a CPU and a trainer without vLLM use the ways of `RemoteEngine`.
+Buckets of weights go from GPU to GPU (`chatgpt.rollout.vllm_links`), to each worker from one of the ranks, so that all
+ranks send at once. Weights on a CPU and a trainer without vLLM use the ways of `RemoteEngine`.
 """
 
 from __future__ import annotations
