@@ -244,18 +244,19 @@ def phases(numbers: dict[str, Any]) -> str:
     for case in CASES:
         found = numbers[key(case)]
         seconds = phase_s(found, case)
-        weights = 2 * found['weights'] * case.workers
+        weights = 2 * found['weights']
+        served = -(-case.workers // case.training)  # workers of the card that serves most
         records = found['record'] * PROMPTS * SAMPLES if case.training > 1 else 0
         own = records / case.ranks
         update = own / UPDATES if case.ranks > 1 else 0
         on_machine = (own + update) * min(MACHINE, case.training)
         sent = ['-'] * 4
-        if weights:
-            shares = f'{weights / PORT / seconds:.0%}', three(weights / case.training / GB)
-            sent = [three(weights / GB), three(weights / PORT), *shares]
+        if served:
+            sent = [three(served * weights / GB), three(served * weights / PORT)]
+            sent += [f'{served * weights / PORT / seconds:.1%}', three(weights * case.workers / case.training / GB)]
         held = [three(size / GB) if size else '-' for size in (records, own, 2 * update, on_machine)]
         rows.append([case.model, case.cards, case.name, three(seconds), *sent, *held])
-    head = 'model | cards | arrangement | phase, s | NCCL: weights out of rank 0, GB | s | of the phase'
+    head = 'model | cards | arrangement | phase, s | NCCL: weights out of a card, GB | s | of the phase'
     head += ' | TCP: out of each card, GB | records, GB'
     held = 'of a rank, GB | while they move, on each card, GB | in host memory, one machine, GB'
     return markdown(f'{head} | {held}', rows)

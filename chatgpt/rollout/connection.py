@@ -4,6 +4,7 @@
     rank r of R: send(buckets r, r + R, ...) to all workers at once ─▶ worker: Listener.buckets, in their order
 
 A connection carries the bytes of buckets alone: both ends have the manifest. A bucket has one buffer on each side.
+Where buckets go from GPU to GPU (`vllm_links`), the connection arranges that, and its end tells of a death.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Address(NamedTuple):
     port: int
     token: bytes
     """what a connection begins with, so that a stranger's is not taken for a rank's"""
+    gpus: tuple[str, ...] = ()
+    """unique ids of the worker's GPUs that can be sent buckets without the host"""
+    group: bytes = b''
+    """token of the address over which its GPUs have joined a rank in a group of NCCL"""
 
 
 class Listener:
@@ -51,9 +56,9 @@ class Listener:
 
         Raises ConnectionError if a rank does not connect, or ends before it has sent its share.
         """
-        ranks = self._accept(num_ranks)
+        ranks = self.accept(num_ranks)
         try:
-            buffer = bucket_buffer(max(map(manifest.bucket_bytes, range(len(manifest.buckets))), default=0))
+            buffer = bucket_buffer(manifest.largest_bucket)
             for number in range(len(manifest.buckets)):
                 bucket = buffer[: manifest.bucket_bytes(number)]
                 _read(ranks[number % num_ranks], bucket.numpy().data)
@@ -62,7 +67,8 @@ class Listener:
             for connection in ranks.values():
                 connection.close()
 
-    def _accept(self, num_ranks: int) -> dict[int, socket.socket]:
+    def accept(self, num_ranks: int) -> dict[int, socket.socket]:
+        """Returns the connections of this many ranks. Raises ConnectionError if one does not connect."""
         ranks: dict[int, socket.socket] = {}
         with self._server as server:
             server.settimeout(CONNECT_S)
@@ -70,8 +76,9 @@ class Listener:
                 try:
                     connection, _ = server.accept()
                 except TimeoutError:
-                    missing = sorted(set(range(num_ranks)) - set(ranks))
-                    raise ConnectionError(f'ranks {missing} have not connected to send weights') from None
+                    raise ConnectionError(
+                        f'{num_ranks} ranks should send weights, and only ranks {sorted(ranks)} have connected'
+                    ) from None
                 greeting = bytearray(len(self.address.token) + _RANK_BYTES)
                 try:
                     connection.settimeout(CONNECT_S)

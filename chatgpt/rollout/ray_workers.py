@@ -171,9 +171,6 @@ class RayWorkers:
         # Ray passes the value of a handle in place of the handle, unless it is inside of something
         return _PendingCall(self.actors[worker].call.remote(method, args), self._places[worker], time.monotonic())
 
-    def host(self) -> str:
-        return self.ray.util.get_node_ip_address()
-
     def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
         answers = [handle.answer for handle in handles]
         found = self.ray.wait(answers, timeout=timeout_s, fetch_local=False)[0]

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from chatgpt.rollout.call import Call
@@ -68,9 +69,6 @@ class RolloutWorkers(Protocol):
     def call(self, worker: int, method: str, *args: Any) -> Any:
         """Queues a call of a worker's method and returns a handle for `wait`; may be called from any thread."""
 
-    def host(self) -> str:
-        """Returns an address of this machine that workers can reach. Used only by vLLM's NCCL transfer."""
-
     def first(self, handles: Sequence[Any], timeout_s: float | None = None) -> int | None:
         """Returns the position of the handle to wait for first; None if none is ready after `timeout_s`. Used only by
         engines with `slice_tokens`."""
@@ -100,6 +98,13 @@ class SendingRanks(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]: ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
+
+
+class Served(NamedTuple):
+    """How a worker is sent all buckets by one rank."""
+
+    way: str
+    rank: int
 
 
 class Order(NamedTuple):
@@ -192,6 +197,8 @@ class RemoteEngine(CheckedEngine):
         self._packed_around = b''
         self.sending_ranks: SendingRanks | None = None
         """ranks that each send a share of the weights; None if this process sends all"""
+        self._served: dict[int, Served] = {}
+        """by worker; every rank sends a share of the buckets to the others"""
         self.by_store = weight_transfer == 'store' or (
             weight_transfer == 'auto' and not getattr(workers, 'beside', False)
         )
@@ -283,27 +290,31 @@ class RemoteEngine(CheckedEngine):
         addresses, died = self._each(workers, 'listen')
         if died:
             return died
-        order, ranks = Order(manifest, addresses), self.sending_ranks
-        if ranks is not None:
-            ranks.broadcast_object(order)
-        connections, error = self._connect(order)
+        order = Order(manifest, addresses)
+        if self.sending_ranks is not None:
+            self.sending_ranks.broadcast_object(order)
+        connections, error = self._connect(order, next(iter(tensors.values())).device)
         if error:
             if died := self._each(workers, 'listen')[1]:
                 return died
-            if self.weight_transfer == 'tcp':
-                raise RuntimeError(f"weight_transfer='tcp': {error}")
+            if self.weight_transfer != 'auto':
+                raise RuntimeError(f'weight_transfer={self.weight_transfer!r}: {error}')
             warnings.warn(f'{error}; weights go through the store of the workers', stacklevel=6)
             self.by_store = True
             return None
-        num_ranks = 1 if ranks is None else ranks.world_size
-        share = fill_buckets(manifest, tensors, range(0, len(manifest.buckets), num_ranks))
         with ThreadPoolExecutor(1, 'chatgpt-weights') as pool:
-            sending = pool.submit(send, connections, share)
-            handles = {worker: self.workers.call(worker, 'receive', manifest, num_ranks) for worker in workers}
+            sending = pool.submit(self._send_share, order, connections, tensors)
+            handles: dict[int, Any] = {}
+            for worker in workers:
+                if (served := self._served.get(worker)) is not None:
+                    handles[worker] = self.workers.call(worker, 'receive_from', manifest, served.way)
+                else:
+                    handles[worker] = self.workers.call(worker, 'receive', manifest, self._place[1])
             try:
                 for worker, handle in handles.items():
                     if worker in (found := self._wait_for({worker: handle})[1]):
-                        interrupt(connections[worker])  # a worker that hangs has not ended its own
+                        if worker in connections:
+                            interrupt(connections[worker])  # a worker that hangs has not ended its own
                         died |= found
                     else:
                         self._held[worker] = manifest.version
@@ -314,15 +325,30 @@ class RemoteEngine(CheckedEngine):
                     raise cause  # not what it made a worker raise
         return died
 
-    def _connect(self, order: Order) -> tuple[dict[int, socket.socket], str]:
-        """Connects this rank to the workers. Returns the connections, or why a rank has none. A collective."""
-        ranks, connections, error = self.sending_ranks, {}, ''
-        rank = 0 if ranks is None else ranks.rank
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Rank and number of ranks among those that send weights."""
+        return (0, 1) if self.sending_ranks is None else (self.sending_ranks.rank, self.sending_ranks.world_size)
+
+    def _of_ranks(self, value: Any) -> list[Any]:
+        return [value] if self.sending_ranks is None else self.sending_ranks.all_gather_object(value)
+
+    def _serve(self, addresses: Mapping[int, Address], device: torch.device) -> dict[int, Served]:
+        """Returns which workers are sent all buckets by one rank, from GPU to GPU. A collective."""
+        return {}
+
+    def _connect(self, order: Order, device: torch.device) -> tuple[dict[int, socket.socket], str]:
+        """Connects this rank, with weights on `device`, to its workers. Returns the connections, or why a rank has
+        none. A collective."""
+        (rank, _), connections, error = self._place, {}, ''
+        served = self._serve(order.addresses, device)
+        self._served = {w: s for w, s in self._served.items() if w not in order.addresses} | served
+        mine = {w: a for w, a in order.addresses.items() if w not in served or served[w].rank == rank}
         try:
-            connections = connect(order.addresses, rank)
+            connections = connect(mine, rank)
         except OSError as raised:
             error = f'rank {rank} cannot connect to rollout workers ({raised})'
-        errors = list(filter(None, [error] if ranks is None else ranks.all_gather_object(error)))
+        errors = list(filter(None, self._of_ranks(error)))
         if errors:
             close(connections)
         return connections, errors[0] if errors else ''
@@ -330,18 +356,19 @@ class RemoteEngine(CheckedEngine):
     def send_share(self, model: Any, order: Order) -> None:
         """Sends the share of a rank other than 0, which is called there when rank 0 sends its own. A worker that dies
         is noticed by rank 0."""
-        connections, error = self._connect(order)
+        connections, error = self._connect(order, next(model.parameters()).device)
         if error:
             return
         try:
-            ranks, manifest = self.sending_ranks, order.manifest
-            assert ranks is not None
             with merged(model):
-                tensors = self.tensors_of(model)
-                numbers = range(ranks.rank, len(manifest.buckets), ranks.world_size)
-                send(connections, fill_buckets(manifest, tensors, numbers))
+                self._send_share(order, connections, self.tensors_of(model))
         finally:
             close(connections)
+
+    def _send_share(self, order: Order, connections: dict[int, socket.socket], tensors: Mapping[str, Tensor]) -> None:
+        """Sends this rank's buckets to the workers that it is connected to."""
+        (rank, num_ranks), manifest = self._place, order.manifest
+        send(connections, fill_buckets(manifest, tensors, range(rank, len(manifest.buckets), num_ranks)))
 
     def _send_by_store(
         self, workers: Sequence[int], manifest: Manifest, tensors: Mapping[str, Tensor]
@@ -398,7 +425,8 @@ class RemoteEngine(CheckedEngine):
     @property
     def ways(self) -> list[str]:
         """Transfer of weights to each worker."""
-        return ['store' if self.by_store else 'tcp'] * self.workers.num_workers
+        other = 'store' if self.by_store else 'tcp'
+        return [self._served[w].way if w in self._served else other for w in range(self.workers.num_workers)]
 
     @property
     def num_able(self) -> int:

@@ -1,6 +1,6 @@
 """A rollout worker that generates with vLLM on its own GPUs. Independent of Ray.
 
-It receives weights by vLLM's weight transfer (`update_weights`) or, as every worker, in buckets.
+It receives buckets of weights on its GPUs from a rank's (`receive_from`) or, as every worker, on the host.
 """
 
 from __future__ import annotations
@@ -8,17 +8,21 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chatgpt.rollout.connection import Address
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
-from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, WholeTensors
+from chatgpt.rollout.vllm_links import POLL_S, bucket_of, join_group, messages
+from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, WholeTensors, bucket_buffer
 from chatgpt.rollout.worker import Fetch, RolloutWorker, Worker, identity
 
 RESERVED = (*ENGINE_RESERVED, 'tensor_parallel_size', 'distributed_executor_backend', 'weight_transfer_config')
@@ -80,6 +84,8 @@ class VLLMWorker(Worker):
         # In a separate process, vLLM would not find the placement group of this one.
         self.llm: Any = start(llm_settings(self._folder.name, **settings))
         self._own = _WorkerEngine(self.llm)
+        self._group = b''
+        self._address = Address('', 0, b'')
         super().__init__(self._own, fetch, around)
 
     # ------------------------------------------------------------------ weights
@@ -97,22 +103,40 @@ class VLLMWorker(Worker):
     def barrier(self) -> None:
         """Does nothing; its answer shows that all earlier calls are done."""
 
-    @_detect_death
-    def join(self, backend: str, init_info: Mapping[str, Any]) -> None:
-        """Connects to the sender of weights, and waits for it; see `vllm.LLM.init_weight_transfer_engine`."""
-        if backend != 'nccl':
-            self.llm.collective_rpc(_set_backend, args=(backend,))
-        self.llm.init_weight_transfer_engine({'init_info': dict(init_info)})
+    def listen(self) -> Address:
+        self._address = super().listen()._replace(gpus=tuple(self.gpus()), group=self._group)
+        return self._address
 
-    def update_weights(self, manifest: Manifest, update_info: Mapping[str, Any]) -> None:
-        """Receives a version of the weights from vLLM's sender."""
+    def receive_from(self, manifest: Manifest, way: str) -> None:
+        """Receives a version of the weights from the GPU of the rank that connects to the address of the latest
+        `listen`, by 'nccl' or 'ipc'."""
         self.start_loading(manifest)
-        self._update(update_info)
+        self._group = b''  # until all is here
+        (connection,) = self._listening().accept(1).values()
+        with connection, messages(connection) as rank:
+            (self._broadcast if way == 'nccl' else self._share)(manifest, rank)
         self.finish_loading()
 
     @_detect_death
-    def _update(self, update_info: Mapping[str, Any]) -> None:
-        self.llm.update_weights({'update_info': dict(update_info)})
+    def _broadcast(self, manifest: Manifest, rank: Connection) -> None:
+        place = rank.recv()  # of a new group
+        pool = ThreadPoolExecutor(1)
+        num_gpus = len(self._address.gpus)
+        done = pool.submit(self.llm.collective_rpc, _receive, args=(manifest, place, num_gpus))
+        pool.shutdown(wait=False)
+        while not wait([done], POLL_S).done and not rank.poll():
+            pass
+        if not done.done():
+            raise ConnectionError('the connection to a rank ended before all of its weights were here')
+        done.result()
+        self._group = self._address.token if place else self._address.group
+
+    @_detect_death
+    def _share(self, manifest: Manifest, rank: Connection) -> None:
+        self.llm.collective_rpc(_begin, args=(manifest,))
+        for number in range(len(manifest.buckets)):
+            self.llm.collective_rpc(_load_shared, args=(number, rank.recv()))
+            rank.send(number)
 
     @_detect_death
     def start(self, manifest: Manifest) -> None:
@@ -122,7 +146,7 @@ class VLLMWorker(Worker):
     @_detect_death
     def load(self, manifest: Manifest, number: int, bucket: Tensor) -> None:
         if named := self._whole.add(number, bucket):
-            self.llm.apply_model(partial(_load, named))
+            self.llm.collective_rpc(_load, args=(named,))
 
     @_detect_death
     def finish(self, manifest: Manifest) -> None:
@@ -171,18 +195,41 @@ def name_of_device(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == 'cuda' else ''
 
 
-def _set_backend(worker: Any, backend: str) -> None:
-    """Changes the transfer backend after the start; which one is possible depends on the GPUs that vLLM got."""
-    from vllm.config import WeightTransferConfig
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+def _receive(worker: Any, manifest: Manifest, place: tuple[str, int] | None, num_gpus: int) -> None:
+    """Loads the buckets that a rank broadcasts.
 
-    worker.weight_transfer_engine = WeightTransferEngineFactory.create_engine(
-        config=WeightTransferConfig(backend=backend),
-        vllm_config=worker.vllm_config,
-        device=worker.device,
-        model=worker.get_model(),
-    )
+    place: host and port of the rank, to join it in a new group of its GPU and those of this worker.
+    """
+    if place is not None:
+        if (old := vars(worker).pop('chatgpt_group', None)) is not None:
+            old.destroy()
+        worker.chatgpt_group = join_group(*place, 1 + worker.rank, 1 + num_gpus, worker.device)
+    whole = WholeTensors(manifest, worker.device)
+    buffer = bucket_buffer(manifest.largest_bucket, device=worker.device)
+    for number in range(len(manifest.buckets)):
+        bucket = buffer[: manifest.bucket_bytes(number)]
+        worker.chatgpt_group.broadcast(bucket, 0, torch.cuda.current_stream() if bucket.is_cuda else None)
+        _load(worker, whole.add(number, bucket))
+    _synchronize(worker)
 
 
-def _load(named: list[tuple[str, Tensor]], model: Any) -> None:
-    model.load_weights(iter(named))
+def _begin(worker: Any, manifest: Manifest) -> None:
+    worker.chatgpt_whole = WholeTensors(manifest, worker.device)
+
+
+def _load_shared(worker: Any, number: int, handle: Any) -> None:
+    """Loads a bucket of another process on this GPU, which may change it afterwards."""
+    _load(worker, worker.chatgpt_whole.add(number, bucket_of(handle, worker.device)))
+    _synchronize(worker)
+
+
+def _synchronize(worker: Any) -> None:
+    if worker.device.type == 'cuda':
+        torch.cuda.synchronize(worker.device)
+
+
+def _load(worker: Any, named: list[tuple[str, Tensor]]) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        worker.get_model().load_weights(iter(named))

@@ -63,6 +63,10 @@ class Manifest:
         return sum(p.stop - p.start for p in self.buckets[number]) * self.dtype_of(number).itemsize
 
     @property
+    def largest_bucket(self) -> int:
+        return max(map(self.bucket_bytes, range(len(self.buckets))), default=0)
+
+    @property
     def num_bytes(self) -> int:
         return sum(map(self.bucket_bytes, range(len(self.buckets))))
 
@@ -170,29 +174,34 @@ def plan_buckets(
     return Manifest(version=version, tensors=shapes, buckets=tuple(buckets), handshake=handshake)
 
 
-def bucket_buffer(num_bytes: int, *, pin_memory: bool = False) -> Tensor:
-    """Returns the memory of a bucket, (num_bytes,) uint8 on the CPU."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+def bucket_buffer(num_bytes: int, *, device: torch.device | str = 'cpu', pin_memory: bool = False) -> Tensor:
+    """Returns the memory of a bucket, (num_bytes,) uint8."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
 
 
 @torch.no_grad()
 def fill_buckets(
-    manifest: Manifest, tensors: Mapping[str, Tensor], numbers: Iterable[int] | None = None
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    numbers: Iterable[int] | None = None,
+    device: torch.device | str = 'cpu',
 ) -> Iterator[Tensor]:
-    """Yields the buckets with these numbers, by default all, (bytes,) uint8 on the CPU. They share one buffer, so each
-    must be copied to be kept."""
-    buffer = bucket_buffer(0)
+    """Yields the buckets with these numbers, by default all, (bytes,) uint8 on the device. They share one buffer, so
+    each must be copied to be kept."""
+    buffer = bucket_buffer(0, device=device)
     for number in range(len(manifest.buckets)) if numbers is None else numbers:
         pieces = manifest.buckets[number]
         parts = [tensors[p.name].detach().reshape(-1)[p.start : p.stop] for p in pieces]
         num_bytes = manifest.bucket_bytes(number)
         if len(buffer) < num_bytes:
-            buffer = bucket_buffer(num_bytes, pin_memory=parts[0].is_cuda)
+            buffer = bucket_buffer(num_bytes, device=device, pin_memory=parts[0].is_cuda and not buffer.is_cuda)
         flat = buffer[:num_bytes].view(manifest.dtype_of(number))
-        if parts[0].device.type == 'cpu':
+        if parts[0].device == flat.device:
             torch.cat(parts, out=flat)
         else:
             flat.copy_(torch.cat(parts))
+        if flat.is_cuda:  # another thread may read it on another stream
+            torch.cuda.current_stream(flat.device).synchronize()
         yield buffer[:num_bytes]
 
 
@@ -215,7 +224,7 @@ def fitted(manifest: Manifest, model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write_bucket(manifest: Manifest, number: int, bucket: Tensor, named: Mapping[str, Tensor]) -> None:
-    """Writes a bucket, (bytes,) uint8 on the CPU, into contiguous tensors in place."""
+    """Writes a bucket, (bytes,) uint8, into contiguous tensors in place."""
     flat, at = bucket.view(manifest.dtype_of(number)), 0
     for piece in manifest.buckets[number]:
         size = piece.stop - piece.start
@@ -226,8 +235,8 @@ def write_bucket(manifest: Manifest, number: int, bucket: Tensor, named: Mapping
 class WholeTensors:
     """Copies of the tensors of buckets, for programs that load whole ones. Holds the one that is not complete."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
+    def __init__(self, manifest: Manifest, device: torch.device | str = 'cpu') -> None:
+        self.manifest, self.device = manifest, device
         self._begun: dict[str, Tensor] = {}
 
     def add(self, number: int, bucket: Tensor) -> list[tuple[str, Tensor]]:
@@ -236,7 +245,7 @@ class WholeTensors:
         for piece in pieces:
             if piece.start == 0:
                 shape, dtype = self.manifest.tensors[piece.name]
-                self._begun[piece.name] = torch.empty(shape, dtype=dtype)
+                self._begun[piece.name] = torch.empty(shape, dtype=dtype, device=self.device)
         write_bucket(self.manifest, number, bucket, self._begun)
         done = [p.name for p in pieces if p.stop == self._begun[p.name].numel()]
         return [(name, self._begun.pop(name)) for name in done]

@@ -61,11 +61,14 @@ class Worker(ABC):
         """Receives a version of the weights from ranks that connect to the address of the latest `listen`, rank r
         buckets r, r + num_ranks, ..."""
         self.start_loading(manifest)
-        assert self._listener is not None, 'listen first'
-        listener, self._listener = self._listener, None
-        for number, bucket in enumerate(listener.buckets(manifest, num_ranks)):
+        for number, bucket in enumerate(self._listening().buckets(manifest, num_ranks)):
             self.load(manifest, number, bucket)
         self.finish_loading()
+
+    def _listening(self) -> Listener:
+        assert self._listener is not None, 'listen first'
+        listener, self._listener = self._listener, None
+        return listener
 
     def start_loading(self, manifest: Manifest) -> None:
         """Gives up the weights that the worker has, for a new version."""

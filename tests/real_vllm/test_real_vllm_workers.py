@@ -15,7 +15,6 @@ from policies import GREEDY, OPTIONS, WARM, off, off_tokens, prompts, update
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine
-from chatgpt.rollout.vllm_remote import _Link
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
@@ -124,28 +123,12 @@ def test_a_stream_of_parts_has_the_log_probs_of_the_version_of_each_token(llama,
     assert worst < 1e-4 < 1e-2 < of_others
 
 
-def test_vllm_has_the_names_of_transfers_that_need_a_gpu():
-    """NCCL and IPC need GPUs; this checks the names of vLLM's senders, of their arguments and of the client's
-    methods."""
-    from vllm.distributed import weight_transfer as vllms
-    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+def test_vllm_has_the_names_of_what_needs_a_gpu():
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
     from vllm.v1.worker.gpu_worker import Worker
 
-    sizes = {'world_size': 3, 'packed': True, 'packed_buffer_size_bytes': 64}
-    NCCLTrainerInitInfo(rank=0, master_address='localhost', master_port=1, **sizes)
-    IPCTrainerInitInfo(rank=0, packed=False)
-    vllms.WeightTransferEngineFactory.create_engine  # noqa: B018
-    inspect.signature(vllms.WeightTransferTrainerFactory.trainer_init).bind(None, client=None, source=None)
-    for sender in (IPCTrainerWeightTransferEngine, NCCLTrainerWeightTransferEngine):
-        inspect.signature(sender.send_weights).bind(None)
-        inspect.signature(sender.shutdown).bind(None)
+    inspect.signature(stateless_init_process_group).bind('localhost', 1, 0, 3, torch.device('cpu'))
+    inspect.signature(PyNcclCommunicator.broadcast).bind(None, torch.zeros(1), 0, None)
+    inspect.signature(PyNcclCommunicator.destroy).bind(None)
     assert all(hasattr(Worker, name) for name in ('reload_weights', 'check_health', 'get_model'))
-    link = _Link(None, 0, 'nccl', 2, 64)
-    for name in ('init_weight_transfer_engine', 'start_weight_update', 'update_weights', 'finish_weight_update'):
-        theirs, ours = (inspect.signature(getattr(of, name)).parameters for of in (VLLMWeightSyncClient, _Link))
-        assert list(theirs) == list(ours), name
-    link.source.give({'a': torch.zeros(2, 3)}, torch.device('cpu'))
-    (described,) = link.source.metadata if not callable(link.source.metadata) else link.source.metadata()
-    assert (described.name, described.dtype, described.shape) == ('a', torch.float32, (2, 3))

@@ -80,9 +80,6 @@ class SpawnedWorkers:
             dead.set_exception(error)
             return dead
 
-    def host(self) -> str:
-        return '127.0.0.1'
-
     def wait(self, handle: Any) -> Any:
         try:
             return handle.result()

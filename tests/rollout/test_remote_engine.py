@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from remote_calls import SAMPLING, actor_of, assert_same, call_of, generated, local, perturb, prompts
 from in_process_workers import InProcessWorkers
+from remote_calls import SAMPLING, actor_of, assert_same, call_of, generated, local, perturb, prompts
 from spawned_workers import SpawnedWorkers
 
 from chatgpt.nn import Actor, GPTActor

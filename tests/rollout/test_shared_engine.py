@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from remote_calls import call_of, local, perturb
 from in_process_workers import InProcessWorkers
+from remote_calls import call_of, local, perturb
 from spawned_workers import STAND_IN, SpawnedWorkers
 
 from chatgpt.nn import Actor

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import weakref
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, VLLMEngine
-from chatgpt.strategies import NaiveStrategy
+from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import tiny_causal_lm, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.policy import Policy
 
@@ -189,3 +192,41 @@ def test_workers_on_vllm_itself(gpus, of_a_worker, way):
                         p.add_(0.1 * torch.randn_like(p))
     finally:
         ray.shutdown()
+
+
+def send_from_rank() -> list[Any]:
+    import ray
+
+    from chatgpt.rollout import SharedEngine, VLLMRemoteEngine
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    if os.environ['RANK'] == '0':
+        ray.init('local', num_gpus=2, include_dashboard=False, log_to_driver=False)  # the first two
+    os.environ['CUDA_VISIBLE_DEVICES'] = '2,3'
+    options = {'dtype': 'float32', 'enforce_eager': True, 'max_model_len': 128, 'memory_share': 0.3}
+    with DDPStrategy(seed=0) as strategy:
+        torch.manual_seed(0)
+        model, found = GPT2LMHeadModel(CONFIG).to(strategy.device).eval(), []
+        greedy = SamplingParams(max_new_tokens=8, do_sample=False)
+        engine = VLLMRemoteEngine(RayWorkers(2, resources={'GPU': 1}), bucket_bytes=100_000, engine_options=options)
+        with SharedEngine(strategy, engine) as shared:
+            for _ in range(2):
+                samples, local = (collect(e, model, greedy, prompts_of()) for e in (shared, LocalEngine()))
+                found.append([[s.response_ids.tolist() for s in each] for each in (samples, local)])
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.mul_(1.1)
+        return [found, sorted(engine.links), engine.ways]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec('vllm') is None or importlib.util.find_spec('ray') is None,
+    reason='vLLM or Ray is not installed',
+)
+def test_nccl_from_two_ranks_to_two_workers_on_vllm_itself():
+    if torch.cuda.device_count() < 4:
+        pytest.skip('needs 4 GPUs')
+    for rank, (found, links, ways) in enumerate(run_distributed(send_from_rank, 2)):
+        assert all(ours == theirs for ours, theirs in found)
+        assert links == [rank] and ways == ['nccl'] * 2

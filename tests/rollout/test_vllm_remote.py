@@ -3,6 +3,7 @@ two ranks. Workers that die run in separate processes."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import warnings
 from typing import Any
@@ -15,7 +16,8 @@ from spawned_workers import SpawnedWorkers
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_remote
+from chatgpt.rollout import Call, LocalEngine, SamplingParams, vllm_links, vllm_remote, vllm_worker
+from chatgpt.rollout.connection import Address
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Sample
@@ -56,12 +58,12 @@ def two_versions(engine: VLLMRemoteEngine, model: Any) -> list[Any]:
 
 def methods(engine: VLLMRemoteEngine, of: int) -> list[str]:
     """Returns the calls of a worker, without questions."""
-    return [m for worker, m in engine.workers.calls if worker == of and m not in ('gpus', 'listen', 'has_head')]
+    return [m for worker, m in engine.workers.calls if worker == of and m not in ('listen', 'has_head')]
 
 
 def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
     found = {}
-    each = {'store': 'fetch_bucket', 'tcp': 'receive', 'nccl': 'update_weights'}
+    each = {'store': 'fetch_bucket', 'tcp': 'receive', 'nccl': 'receive_from'}
     for way, method in each.items():
         with VLLMRemoteEngine(
             SpawnedWorkers(2, {'GPU': 2}), weight_transfer=way, bucket_bytes=4096, engine_options={'dtype': 'float32'}
@@ -142,42 +144,57 @@ def test_a_worker_that_dies_in_the_middle_of_a_transfer_is_replaced(tmp_path, mo
 
 
 def test_on_one_gpu_handles_are_sent(monkeypatch):
-    """CUDA IPC sends all handles at once, while the copy is kept."""
-    monkeypatch.setattr(vllm_remote, 'name_of_device', lambda device: 'GPU-1')
-
-    class Workers(SpawnedWorkers):
-        def wait(self, handle):
-            found = super().wait(handle)
-            return ['GPU-1'] if found == [''] else found
-
-    with VLLMRemoteEngine(Workers(1, {'GPU': 1})) as engine:
-        by_handles = two_versions(engine, tiny_causal_lm('gpt2'))
-        assert engine.ways == ['ipc']
-        assert methods(engine, 0) == ['join'] + ['update_weights', 'generate'] * 2
+    """Each is of the one buffer that the buckets share, and the worker answers when it has read it."""
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='store') as engine:
-        assert two_versions(engine, tiny_causal_lm('gpt2')) == by_handles
-    with VLLMRemoteEngine(Workers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
-        with pytest.raises(ValueError, match="is on this process's GPU; use weight_transfer='ipc'"):
+        by_store = two_versions(engine, tiny_causal_lm('gpt2'))
+    for module in (vllm_remote, vllm_worker):
+        monkeypatch.setattr(module, 'name_of_device', lambda device: 'GPU-1')
+    monkeypatch.setattr(vllm_links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
+    monkeypatch.setattr(vllm_worker, 'bucket_of', lambda handle, device: at_address(*handle))
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), bucket_bytes=4096) as engine:
+        assert two_versions(engine, tiny_causal_lm('gpt2')) == by_store
+        assert engine.ways == ['ipc'] and methods(engine, 0) == ['receive_from', 'generate'] * 2
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
+        with pytest.raises(ValueError, match="worker 0: 1 of 1 ranks compute on its 1 GPUs; use weight_transfer='ipc'"):
             engine.begin(Actor(tiny_causal_lm('gpt2')))
 
 
+@pytest.mark.parametrize(
+    ('cards', 'gpus', 'expected'),
+    [
+        (['a'], ['b', 'cd', 'a', 'ab'], [('nccl', 0), ('nccl', 0), ('ipc', 0), None]),
+        (['a', 'b'], ['x', 'y', 'z'], [('nccl', 0), ('nccl', 1), ('nccl', 0)]),
+        (['a', 'b'], ['b', 'bx', 'ab', 'xy'], [('ipc', 1), ('nccl', 0), None, ('nccl', 1)]),
+    ],
+)
+def test_a_worker_is_served_by_a_rank_on_other_gpus_or_on_its_only_one(monkeypatch, cards, gpus, expected):
+    """Workers on the GPUs of all ranks are sent weights over TCP."""
+    engine = VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}))
+    monkeypatch.setattr(engine, '_of_ranks', lambda own: cards)
+    addresses = {worker: Address('', 0, b'', tuple(names)) for worker, names in enumerate(gpus)}
+    served = engine._serve(addresses, torch.device('cpu'))
+    assert [served.get(worker) for worker in addresses] == expected
+
+
+def at_address(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
 def test_what_a_worker_raises_is_named(monkeypatch):
-    message = 'sending weights {} to rollout worker 0 by nccl: ZeroDivisionError'
+    message = 'sending weights to rollout worker 0 by nccl: ZeroDivisionError'
+    monkeypatch.setattr(vllm_links, 'STOPPING_S', 0.2)
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
         model = tiny_causal_lm('gpt2')
         engine.begin(Actor(model))
-        monkeypatch.setattr(engine.links[0].sender, 'send_weights', lambda: 1 // 0)
-        with pytest.raises(RuntimeError, match=message.format(2)):
+        monkeypatch.setattr(engine.links[0].group, 'broadcast', lambda *_: 1 // 0)
+        with pytest.raises(RuntimeError, match=message):
             engine.begin(Actor(model))
-        engine.begin(Actor(model))  # over another connection
-        assert {s.version for s in engine.generate(call_of())} == {3}
     for way in ('nccl', 'tcp', 'store'):
         with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer=way) as engine, monkeypatch.context() as m:
             from vllm import Worker
 
             m.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
-            named = (RuntimeError, message.format(1)) if way == 'nccl' else (ZeroDivisionError, 'division')
-            with pytest.raises(named[0], match=named[1]):
+            with pytest.raises(ZeroDivisionError, match='division'):
                 engine.begin(Actor(model))
             assert not sending()
 
@@ -207,21 +224,14 @@ def test_mistakes_are_named(monkeypatch):
         with VLLMRemoteEngine(workers, **options) as engine, pytest.raises(ValueError, match=why):
             engine.begin(actor)
         monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cpu', 'cuda'))
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='ipc') as engine:
-        with pytest.raises(ValueError, match='several ranks'):
-            engine.begin(actor)
 
 
-def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
-    """Views of a received buffer are aligned, and vLLM knows the names."""
+def test_experts_are_sent_as_in_a_checkpoint():
     sizes = {'hidden_size': 8, 'intermediate_size': 4, 'num_hidden_layers': 1, 'vocab_size': 64}
     sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1, 'num_local_experts': 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
-    model.model.norm.bfloat16()
     engine = VLLMRemoteEngine(SpawnedWorkers(1))
     tensors = engine.tensors_of(model)
-    assert next(reversed(tensors)) == 'model.norm.weight'
     experts = 'model.layers.0.block_sparse_moe.experts'
     stacked = model.model.layers[0].mlp.experts
     assert torch.equal(tensors[f'{experts}.1.w1.weight'], stacked.gate_up_proj[1, :4])

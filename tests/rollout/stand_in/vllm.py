@@ -7,25 +7,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from math import prod
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 __version__ = '0.33.0'
-for _name in ('config', 'platforms', 'distributed', 'distributed.weight_transfer'):
+_TRANSFER = 'distributed.weight_transfer'
+for _name in ('config', 'platforms', 'distributed', _TRANSFER, f'{_TRANSFER}.nccl_common'):
     sys.modules[f'vllm.{_name}'] = sys.modules[__name__]
-for _name in ('ipc_engine', 'nccl_engine'):
-    sys.modules[f'vllm.distributed.weight_transfer.{_name}'] = sys.modules[__name__]
 current_platform = SimpleNamespace(is_sleep_mode_available=lambda: True)
 
 
@@ -100,14 +97,8 @@ class LLM:
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         return self.collective_rpc('apply_model', args=(func,))
 
-    def init_weight_transfer_engine(self, request: Any) -> None:
-        self.collective_rpc('init_weight_transfer_engine', kwargs={'init_info': request['init_info']})
-
     def start_weight_update(self) -> None:
         self.collective_rpc('start_weight_update')
-
-    def update_weights(self, request: Any) -> None:
-        self.collective_rpc('update_weights', kwargs={'update_info': request['update_info']})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.collective_rpc('finish_weight_update')
@@ -168,11 +159,6 @@ class Worker:
         self.device = torch.device('cpu')
         self.shards: dict[str, torch.Tensor] = {}
         self.updating = False
-        self.weight_transfer_engine: Any = None
-        if vllm_config.weight_transfer_config is not None:
-            config = WeightTransferConfig(**vllm_config.weight_transfer_config)
-            create = WeightTransferEngineFactory.create_engine
-            self.weight_transfer_engine = create(config, vllm_config, self.device, self)
 
     def get_model(self) -> Worker:
         return self
@@ -202,16 +188,9 @@ class Worker:
         self.load_weights(weights_iterator)
         self.updating = False
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.weight_transfer_engine.init_transfer_engine(init_info)
-
     def start_weight_update(self) -> None:
-        assert self.weight_transfer_engine is not None and not self.updating
+        assert self.vllm_config.weight_transfer_config is not None and not self.updating
         self.updating = True
-
-    def update_weights(self, update_info: Any) -> None:
-        assert self.updating
-        self.weight_transfer_engine.receive_weights(update_info)
 
     def finish_weight_update(self) -> None:
         assert self.updating
@@ -221,172 +200,36 @@ class Worker:
 # ---------------------------------------------------------------- weights
 
 
-@dataclass
-class WeightTransferConfig:
-    backend: str = 'nccl'
+class GlooCommunicator:
+    """Has the methods of vLLM's `PyNcclCommunicator` that this package uses."""
 
+    disabled = False
 
-@dataclass(frozen=True)
-class ParamMeta:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
+        timeout = timedelta(seconds=60)
+        store = TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        self.group: Any = ProcessGroupGloo(store, rank, world_size, timeout)
+        self.rank = rank
 
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        options = BroadcastOptions()
+        options.rootRank = src
+        self.group.broadcast([tensor], options).wait()
+        die = os.environ.get('STAND_IN_DIES', '')
+        if os.path.exists(die) and self.rank == 2:
+            os.remove(die)
+            os._exit(1)
 
-class WeightSource(ABC):
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        assert isinstance(cls.__dict__.get('metadata', cached_property(id)), cached_property)
-
-    @property
-    @abstractmethod
-    def metadata(self) -> list[ParamMeta]: ...
-
-    def owned_names(self, rank: int) -> list[str]:
-        return [m.name for m in self.metadata]
-
-    def implements_iter_full(self) -> bool:
-        return type(self).iter_full is not WeightSource.iter_full
-
-    def iter_full(self) -> Any:
-        """Optional; see `implements_iter_full`."""
-        raise NotImplementedError
-
-
-@dataclass
-class IPCTrainerInitInfo:
-    backend: ClassVar[str] = 'ipc'
-    rank: int = field(kw_only=True)
-    packed: bool = False
-
-
-class IPCWeightTransferEngine:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        assert init_info == {'packed': False}
-
-    def receive_weights(self, update_info: Any) -> None:
-        self.model.load_weights((name, torch.from_numpy(array)) for name, array in update_info['here'])
-
-
-class IPCTrainerWeightTransferEngine:
-    def __init__(self, info: IPCTrainerInitInfo, client: Any, source: Any) -> None:
-        assert len(source.owned_names(info.rank)) == len(source.metadata)
-        self.client, self.source = client, source
-        client.init_weight_transfer_engine({'packed': info.packed})
-
-    def send_weights(self) -> None:
-        self.client.start_weight_update()
-        self.client.update_weights({'here': [(name, tensor.numpy()) for name, tensor in self.source.iter_full()]})
-        self.client.finish_weight_update()
-
-    def shutdown(self) -> None: ...
-
-
-@dataclass
-class NCCLTrainerInitInfo:
-    backend: ClassVar[str] = 'nccl'
-    rank: int = field(kw_only=True)
-    master_address: str
-    master_port: int
-    world_size: int
-    packed: bool = True
-    packed_buffer_size_bytes: int = 1 << 30
-    packed_num_buffers: int = 2
-
-
-def connect(address: str, port: int, rank: int, world_size: int) -> Any:
-    timeout = timedelta(seconds=60)
-    store = TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
-    return ProcessGroupGloo(store, rank, world_size, timeout)
-
-
-def packed_buckets(named: Sequence[ParamMeta], size: int) -> Iterator[list[ParamMeta]]:
-    """Yields the tensors of each buffer, which is sent when it exceeds `size`."""
-    bucket, used = [], 0
-    for one in named:
-        bucket.append(one)
-        used += prod(one.shape) * one.dtype.itemsize
-        if used > size:
-            yield bucket
-            bucket, used = [], 0
-    if bucket:
-        yield bucket
-
-
-def broadcast(group: Any, tensor: torch.Tensor) -> None:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
-
-
-class NCCLWeightTransferEngine:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.group: Any = None
-        self.named: list[ParamMeta] = []
-
-    def init_transfer_engine(self, init_info: Any) -> None:
-        info = self.info = NCCLTrainerInitInfo(rank=0, **init_info)
-        self.group = connect(info.master_address, info.master_port, 1 + self.model.rank, info.world_size)
-        self.named = []
-
-    def receive_weights(self, update_info: Any) -> None:
-        self.named = [ParamMeta(*one) for one in update_info['named']] or self.named
-        for bucket in packed_buckets(self.named, self.info.packed_buffer_size_bytes):
-            sizes = [prod(one.shape) * one.dtype.itemsize for one in bucket]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-            broadcast(self.group, buffer)
-            die = os.environ.get('STAND_IN_DIES', '')
-            if os.path.exists(die) and self.model.rank == 1:
-                os.remove(die)
-                os._exit(1)
-            parts = zip(bucket, buffer.split(sizes), strict=True)
-            self.model.load_weights([(one.name, part.view(one.dtype).view(one.shape)) for one, part in parts])
-
-
-class NCCLTrainerWeightTransferEngine:
-    def __init__(self, info: NCCLTrainerInitInfo, client: Any, source: Any) -> None:
-        assert source.implements_iter_full() and source.metadata
-        self.client, self.source, self.info = client, source, info
-        self.sent: list[ParamMeta] = []
-        payload = asdict(info)
-        del payload['rank']
-        with ThreadPoolExecutor(1) as thread:
-            there = thread.submit(client.init_weight_transfer_engine, payload)
-            self.group = connect(info.master_address, info.master_port, 0, info.world_size)
-            there.result()
-
-    def send_weights(self) -> None:
-        meta = self.source.metadata
-        named = [] if meta == self.sent else [(m.name, m.dtype, m.shape) for m in meta]
-        self.client.start_weight_update()
-        thread = ThreadPoolExecutor(1)
-        try:
-            there = thread.submit(self.client.update_weights, {'named': named})
-            tensors = dict(self.source.iter_full())
-            assert [ParamMeta(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()] == meta
-            for bucket in packed_buckets(meta, self.info.packed_buffer_size_bytes):
-                broadcast(self.group, torch.cat([tensors[one.name].view(-1).view(torch.uint8) for one in bucket]))
-            there.result()
-        finally:
-            thread.shutdown(wait=False)
-        self.client.finish_weight_update()
-        self.sent = meta
-
-    def shutdown(self) -> None:
+    def destroy(self) -> None:
         self.group = None
 
 
-class WeightTransferEngineFactory:
-    @classmethod
-    def create_engine(cls, config: Any, vllm_config: Any, device: Any, model: Any) -> Any:
-        return {'nccl': NCCLWeightTransferEngine, 'ipc': IPCWeightTransferEngine}[config.backend](model)
+def stateless_init_process_group(
+    master_address: str, master_port: int, rank: int, world_size: int, device: Any
+) -> GlooCommunicator:
+    return GlooCommunicator(master_address, master_port, rank, world_size)
 
 
-class WeightTransferTrainerFactory:
-    @classmethod
-    def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> Any:
-        kinds = {'nccl': NCCLTrainerWeightTransferEngine, 'ipc': IPCTrainerWeightTransferEngine}
-        return kinds[init_info.backend](init_info, client, source)
+@contextmanager
+def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+    yield
