@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from policies import GREEDY, OPTIONS, WARM, off, off_tokens, prompts, update
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from chatgpt.nn import Actor, Critic
-from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine
+from chatgpt.rollout import Call, LocalEngine, VLLMRemoteEngine, vllm_links, vllm_worker
+from chatgpt.rollout.connection import close, connect
+from chatgpt.rollout.handshake import Handshake
+from chatgpt.rollout.vllm_worker import VLLMSpec, VLLMWorker
+from chatgpt.rollout.wire import (
+    ModelSpec,
+    Request,
+    checkpoint_tensors,
+    fill_buckets,
+    plan_buckets,
+    unique_tensors,
+    unpack_samples,
+)
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
@@ -121,6 +137,55 @@ def test_a_stream_of_parts_has_the_log_probs_of_the_version_of_each_token(llama,
                 model.load_state_dict(states[version - 1 if version else 1])
                 of_others = max(of_others, off_tokens(e, model, own))
     assert worst < 1e-4 < 1e-2 < of_others
+
+
+class Group:
+    """A group of gloo with the methods of vLLM's communicator."""
+
+    disabled = False
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: torch.device) -> None:
+        timeout = timedelta(minutes=10)
+        store = TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        self.gloo = ProcessGroupGloo(store, rank, world_size, timeout)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        self.gloo.broadcast(tensor, src).wait()
+
+    def destroy(self) -> None:
+        del self.gloo
+
+
+def at_address(address: int, size: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def test_vllm_loads_buckets_that_a_rank_sends_to_its_processes(llama, monkeypatch):
+    """By NCCL, here gloo, in a group that is kept, and by IPC, here an address."""
+    for module in (vllm_links, vllm_worker):
+        monkeypatch.setattr(module, 'join_group', Group)
+    monkeypatch.setattr(vllm_links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
+    monkeypatch.setattr(vllm_worker, 'bucket_of', lambda handle, device: at_address(*handle))
+    model, cpu, link = llama(), torch.device('cpu'), None
+    worker = VLLMWorker(VLLMSpec(**vars(ModelSpec.of(model)), tensor_parallel=0), OPTIONS)
+    for version, way in enumerate(('nccl', 'nccl', 'ipc')):
+        tensors, handshake = unique_tensors(checkpoint_tensors(model)), Handshake.of(Actor(model), 'VLLMWorker')
+        manifest = plan_buckets(tensors, version=version, handshake=handshake, bucket_bytes=10_000)
+        address = worker.listen()
+        assert address.gpus == ('',) and (version != 1 or address.group == link.name)
+        if version != 1:
+            link = vllm_links.Link(0, way, address)
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(worker.receive_from, manifest, way)
+            connections = connect({0: address}, 0)
+            vllm_links.broadcast([link], connections, fill_buckets(manifest, tensors), cpu)
+            close(connections)
+            received.result()
+        call = Call.of(prompts(), WARM, seed=5, indices=range(5))
+        packed = worker.generate(Request.of(version, call, whole=False))
+        samples = unpack_samples(packed, call.prompts, call.indices, call.groups, WARM.temperature)
+        assert off(samples, model) < 1e-4 and packed.difference < 1e-4
+        update(model, version)
 
 
 def test_vllm_has_the_names_of_what_needs_a_gpu():
