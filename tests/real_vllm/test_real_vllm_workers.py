@@ -28,7 +28,6 @@ from chatgpt.rollout.wire import (
     checkpoint_tensors,
     fill_buckets,
     plan_buckets,
-    unique_tensors,
     unpack_samples,
 )
 from chatgpt.strategies import NaiveStrategy
@@ -169,7 +168,7 @@ def test_vllm_loads_buckets_that_a_rank_sends_to_its_processes(llama, monkeypatc
     model, cpu, link = llama(), torch.device('cpu'), None
     worker = VLLMWorker(VLLMSpec(**vars(ModelSpec.of(model)), tensor_parallel=0), OPTIONS)
     for version, way in enumerate(('nccl', 'nccl', 'ipc')):
-        tensors, handshake = unique_tensors(checkpoint_tensors(model)), Handshake.of(Actor(model), 'VLLMWorker')
+        tensors, handshake = checkpoint_tensors(model), Handshake.of(Actor(model), 'VLLMWorker')
         manifest = plan_buckets(tensors, version=version, handshake=handshake, bucket_bytes=10_000)
         address = worker.listen()
         assert address.gpus == ('',) and (version != 1 or address.group == link.name)
