@@ -43,8 +43,9 @@ from chatgpt.trainer import PromptEvaluation, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, Doctor
 from chatgpt.types import Prompt, Sample, Sequence
 
-SEEDS, EPISODES, TRAIN_BATCH, EPOCHS = (1, 2, 3, 4, 5), 64, 32, 2
-TURNS, NEW_TOKENS = 12, 16
+SEEDS, EPISODES, EPOCHS = (1, 2, 3, 4, 5), 64, 2
+TURNS, NEW_TOKENS, SUM_TOKENS = 12, 16, 5
+HELD_OUT, DEMONSTRATIONS = 400, 150
 RECORDS = 'critic.json'
 COLUMNS = ('cpu_s', 'episodes', 'score', 'explained_variance')
 SIDE, SLIP = 5, 0.2
@@ -75,8 +76,8 @@ STARTS = {
     'own, saved': {'saved': lambda task, seed: saved_critic(task, seed)},
 }
 """critics whose start is compared: the saved one has learned from 8 phases of the initial policy"""
-GOAL = 0.5
-"""a mean score of three phases; the episodes until then are compared"""
+GOALS = {'lake': (0.5, 2048), 'sums': (0.3, 768)}
+"""task -> a mean score of three phases, until which the episodes of each start are compared, and the episodes of a run"""
 LAM = 0.95
 
 
@@ -127,6 +128,8 @@ class Task:
     """number of upper blocks that learn; 0: all"""
     play: Any = None
     """(actor, count, seed) -> samples"""
+    train_batch: int = 32
+    precision: Any = 'fp32'
 
 
 # ---------------------------------------------------------------- the two tasks
@@ -236,6 +239,55 @@ def additions_task(start: str, prompts: Path, held_out: Path) -> Task:
     )  # fmt: skip
 
 
+def sums_task(pretrain: str) -> Task:
+    """Sums of two numbers of two digits, continued as text. The policy begins after SFT on few answers."""
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(pretrain)
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(0).shuffle(pairs)
+
+    def prompt(a: int, b: int) -> Prompt:
+        text = f'{words.bos_token}{a} + {b} = '
+        ids = words(text, add_special_tokens=False)['input_ids']
+        return Prompt(ids=torch.tensor(ids), text=text, columns={'answer': a + b})
+
+    def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
+        return [float(response == str(a)) for response, a in zip(responses, answer, strict=True)]
+
+    held_out, shown = pairs[:HELD_OUT], pairs[HELD_OUT : HELD_OUT + DEMONSTRATIONS]
+    asked = [prompt(*pair) for pair in pairs[HELD_OUT + DEMONSTRATIONS :]]
+    evaluate = PromptEvaluation(
+        [prompt(*pair) for pair in held_out], words, right, num_rows=0, do_sample=True, max_new_tokens=SUM_TOKENS
+    )
+
+    @cache
+    def taught() -> Any:
+        """Returns the model after SFT, which is the same for all seeds."""
+        torch.manual_seed(0)
+        actor = AutoActor(pretrained=pretrain)
+        answers = [words.encode(str(a + b), add_special_tokens=False) + [words.eos_token_id] for a, b in shown]
+        records = [
+            Sequence(
+                prompt_ids=prompt(*pair).ids, response_ids=torch.tensor(ids), response_mask=torch.ones(len(ids)) > 0
+            )
+            for pair, ids in zip(shown, answers, strict=True)
+        ]
+        with NaiveStrategy(seed=0, precision='bf16', device='cpu') as strategy:
+            adam = partial(torch.optim.AdamW, lr=5e-5)
+            trainer = harness.offline_trainer(
+                SFTTrainer, strategy, actor, records, optimizer=adam, train_batch_size=8, max_epochs=1
+            )
+            trainer.fit()
+        return actor.model
+
+    return Task(
+        lambda seed: deepcopy(taught()), words, {'max_new_tokens': SUM_TOKENS},
+        lambda trainer: evaluate(trainer)['score_mean'], (3e-5, 1e-4), 1e-4, 100.0, 200.0, 1024,
+        prompts=asked, reward=right, blocks=8, train_batch=16, precision='bf16',
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -278,7 +330,7 @@ def train(
     with_critic, adam = settings.pop('critic', None), partial(torch.optim.AdamW, weight_decay=0.0, eps=1e-5)
     model = task.start(seed)
     course = Course(task, cpu_s, episodes)
-    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+    with NaiveStrategy(seed=seed, precision=task.precision, device='cpu') as strategy:
         if task.blocks:
             freeze_below(model, task.blocks)
         critic = saved or (critic_of(deepcopy(model), settings, seed) if with_critic == 'own' else None)
@@ -293,7 +345,7 @@ def train(
             callbacks=[course, Doctor(enabled=False)],
             tokenizer=task.tokenizer,
             experience_batch_size=EPISODES // settings.get('num_samples_per_prompt', 1),
-            train_batch_size=TRAIN_BATCH,
+            train_batch_size=task.train_batch,
             max_epochs=EPOCHS,
             kl_coef=0.0,
             **settings,
@@ -305,7 +357,7 @@ def train(
 
 def saved_critic(task: Task, seed: int) -> Critic:
     """Returns a critic that has learned from 8 phases of the initial policy, other episodes than those of a run."""
-    with NaiveStrategy(seed=seed + 100, device='cpu') as strategy:
+    with NaiveStrategy(seed=seed + 100, precision=task.precision, device='cpu') as strategy:
         model = task.start(seed)
         trainer = harness.ppo_trainer(
             strategy,
@@ -316,7 +368,7 @@ def saved_critic(task: Task, seed: int) -> Critic:
             callbacks=[Doctor(enabled=False)],
             tokenizer=task.tokenizer,
             experience_batch_size=EPISODES,
-            train_batch_size=TRAIN_BATCH,
+            train_batch_size=task.train_batch,
             critic_warmup_phases=9,
             critic_epochs=4,
             kl_coef=0.0,
@@ -353,8 +405,9 @@ def on_the_way(record: dict[str, Any], key: str, end: float) -> float:
 
 def measure(results: harness.Results, name: str, task: Task, method: str, kind: str, lr: float, seed: int) -> Any:
     """Returns the record of a run, which runs if there is none. Seed 0 is that of the trials."""
-    compared = seed in SEEDS
-    cpu_s, episodes = (task.compare_s, task.episodes) if compared else (task.tune_s, 0)
+    cpu_s, episodes = (task.compare_s, task.episodes) if seed in SEEDS else (task.tune_s, 0)
+    if kind in STARTS:
+        cpu_s, episodes = 0.0, GOALS[name][1]
     return results.measure(
         f'{name} {method} {kind} lr {lr:g} seed {seed}',
         lambda: {'task': name} | train(task, method, kind, lr, seed, cpu_s, episodes),
@@ -372,8 +425,8 @@ def compare(results: harness.Results, name: str, task: Task, methods: list[str])
         best[method] = max(trials, key=lambda trial: trials[trial])
     for seed, method in product(SEEDS, methods):
         measure(results, name, task, method, *best[method], seed)
-    if name == 'lake' and 'ppo' in methods:
-        for seed, kind in product(SEEDS, STARTS):
+    if name in GOALS and 'ppo' in methods:
+        for seed, kind in product(SEEDS if name == 'lake' else SEEDS[:3], STARTS):
             measure(results, name, task, 'ppo', kind, best['ppo'][1], seed)
 
 
@@ -408,27 +461,23 @@ def page(results: harness.Results) -> None:
 
 def starts_table(records: list[dict[str, Any]]) -> str:
     """Returns the table of episodes until the goal, by the critic's start."""
-    by_kind = {kind: [until(r) for r in records if r['kind'] == kind] for kind in STARTS}
     rows = []
-    for kind, episodes in by_kind.items():
-        if episodes:
-            first = [first_explained(r) for r in records if r['kind'] == kind]
-            saved = harness.mean_and_spread(
-                [1 - a / b for a, b in zip(episodes, by_kind['own, new'], strict=True)], '.2f'
-            )
-            rows.append([kind, len(episodes), harness.mean_and_spread(episodes, '.0f'), saved])
-            rows[-1].append(harness.mean_and_spread([e for e in first if e is not None], '.2f'))
-    head = [
-        'critic',
-        'seeds',
-        f'episodes to a mean score of {GOAL}',
-        'share saved',
-        'explained variance, first actor step',
-    ]
-    return harness.markdown(head, rows)
+    for (task, (goal, _)), kind in product(GOALS.items(), STARTS):
+        by_seed = {(r['seed'], r['kind']): r for r in records if r['task'] == task}
+        seeds = [seed for seed in SEEDS if (seed, kind) in by_seed]
+        if not seeds:
+            continue
+        own, new = ([by_seed[seed, k] for seed in seeds] for k in (kind, 'own, new'))
+        episodes = [until(r, goal) for r in own]
+        saved = [1 - a / until(b, goal) for a, b in zip(episodes, new, strict=True)]
+        first = [found for r in own if (found := first_explained(r)) is not None]
+        rows.append([task, goal, kind, len(own), harness.mean_and_spread(episodes, '.0f')])
+        rows[-1] += [harness.mean_and_spread(saved, '.2f'), harness.mean_and_spread(first, '.2f')]
+    head = ['task', 'mean score', 'critic', 'seeds', 'episodes until then', 'share saved']
+    return harness.markdown([*head, 'explained variance, first actor step'], rows)
 
 
-def until(record: dict[str, Any], goal: float = GOAL) -> float:
+def until(record: dict[str, Any], goal: float) -> float:
     """Returns the number of episodes after which the mean score of three phases first reaches the goal, or all."""
     rows = phases(record)
     for i in range(2, len(rows)):
@@ -477,8 +526,10 @@ def first_explained(record: dict[str, Any]) -> float | None:
 
 def main() -> None:
     parser = harness.script_parser(__doc__, page='critic.md')
-    parser.add_argument('task', nargs='?', choices=('lake', 'additions'))
-    parser.add_argument('--start', help='additions: folder of the model that every run starts from')
+    parser.add_argument('task', nargs='?', choices=('lake', 'additions', 'sums'))
+    parser.add_argument(
+        '--start', help='additions: folder of the model that every run starts from; sums: the model before SFT'
+    )
     parser.add_argument('--prompts', type=Path, help='additions: JSON lines of `prompt` and `answer`')
     parser.add_argument('--held_out', type=Path, help='additions: held-out prompts in the same format')
     parser.add_argument('--methods', nargs='+', choices=list(KINDS), default=list(KINDS))
@@ -490,8 +541,10 @@ def main() -> None:
         task = lake_task()
     elif args.task and args.start and args.prompts and args.held_out:
         task = additions_task(args.start, args.prompts, args.held_out)
+    elif args.task == 'sums' and args.start:
+        task = sums_task(args.start)
     else:
-        parser.error('give a task: lake, or additions with --start, --prompts and --held_out')
+        parser.error('give a task: lake, sums with --start, or additions with --start, --prompts and --held_out')
     compare(results, args.task, task, args.methods)
 
 

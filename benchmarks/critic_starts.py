@@ -41,7 +41,7 @@ RECORDS = 'critic_starts.json'
 SKILL = 0.6
 """probability of the best move"""
 GOAL = 0.65
-"""a mean score of three phases: six tenths of the way from the player to the best one, as `critic.GOAL` is from random moves"""
+"""a mean score of three phases: six tenths of the way from the player to the best one, as that of `critic.GOALS` is from random moves"""
 EPISODES, TRIAL_EPISODES, HELD_OUT = 2048, 1024, 2048
 LAMS = (0.95, 0.8, 0.5)
 STEPS = (1, 3, 6, 12)
@@ -166,7 +166,7 @@ def learned(seed: int, phases: int, name: str = SKILLED) -> Critic:
         trainer = harness.offline_trainer(
             CriticTrainer, strategy, lake.critic_of(task.start(seed), {}, seed), returned(own, rewards(own)),
             optimizer=partial(torch.optim.AdamW, lr=task.critic_rate, weight_decay=0.0, eps=1e-5),
-            train_batch_size=lake.TRAIN_BATCH, max_epochs=PHASES[phases], lr_schedule='linear',
+            train_batch_size=32, max_epochs=PHASES[phases], lr_schedule='linear',
         )  # fmt: skip
         trainer.fit()
         found: Critic = strategy.unwrap(trainer.model)
