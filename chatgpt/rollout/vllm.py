@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -295,6 +296,9 @@ def start(settings: Mapping[str, Any]) -> Any:
         if settings.get('distributed_executor_backend') == 'external_launcher':
             # When the process ends, vLLM would destroy the process group, which is the strategy's and gone by then.
             llm.llm_engine.engine_core._finalizer.detach()
+            # Shared memory of ranks on a CPU has the same name in every run; by now all have mapped it.
+            for name in Path('/dev/shm').glob('-tp:*-cpushm_*'):
+                name.unlink(missing_ok=True)
         return llm
     finally:
         torch.set_num_threads = set_num_threads  # vLLM replaces it by a function that does nothing
