@@ -94,7 +94,8 @@ def test_a_part_that_lacks_a_wheel_gets_no_share_of_the_time(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['kernels', 'learn-16k', 'sampler', 'ppo-step'])
-def test_parts_that_look_into_a_step_run_on_a_cpu(name, tmp_path):
+def test_parts_that_look_into_a_step_run_on_a_cpu(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_steps, 'TOP', 10**6)  # which kernels take the most time is not sure on a busy machine
     part = next(p for p in gpu_check.cpu_parts() if p.name == name)
     task = {'function': part.function, 'options': dict(part.options), 'out': str(tmp_path / 'x.json'), 'seconds': 60}
     assert gpu_parts.do(task, torch.device('cpu')) == {'status': 'passed', 'held': 0}

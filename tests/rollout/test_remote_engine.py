@@ -236,8 +236,8 @@ def test_two_buckets_exist_beside_the_trainers_model_and_one_beside_a_workers(mo
     assert weights > 10 * size
     if weight_transfer == 'store':
         assert made.most_live_bytes == size and pool.most_live_bytes == size and pool.num_puts > 20
-    else:  # both ends of a connection are in this process, and workers receive one after another
-        assert made.most_live_bytes == 2 * size and pool.num_puts == 0
+    else:  # both ends of a connection are threads of this process, and workers receive one after another
+        assert size <= made.most_live_bytes <= 2 * size and pool.num_puts == 0
 
 
 class Buffers:
