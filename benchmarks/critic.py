@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import sums
 import torch
 
 from chatgpt.environments import Environment, EnvironmentSettings
@@ -44,8 +45,7 @@ from chatgpt.trainer.callbacks import Callback, Doctor
 from chatgpt.types import Prompt, Sample, Sequence
 
 SEEDS, EPISODES, EPOCHS = (1, 2, 3, 4, 5), 64, 2
-TURNS, NEW_TOKENS, SUM_TOKENS = 12, 16, 5
-HELD_OUT, DEMONSTRATIONS = 400, 150
+TURNS, NEW_TOKENS = 12, 16
 RECORDS = 'critic.json'
 COLUMNS = ('cpu_s', 'episodes', 'score', 'explained_variance')
 SIDE, SLIP = 5, 0.2
@@ -240,51 +240,17 @@ def additions_task(start: str, prompts: Path, held_out: Path) -> Task:
 
 
 def sums_task(pretrain: str) -> Task:
-    """Sums of two numbers of two digits, continued as text. The policy begins after SFT on few answers."""
+    """The task of sums.py. The policy begins after SFT on few answers."""
     from transformers import AutoTokenizer
 
-    words = AutoTokenizer.from_pretrained(pretrain)
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(0).shuffle(pairs)
-
-    def prompt(a: int, b: int) -> Prompt:
-        text = f'{words.bos_token}{a} + {b} = '
-        ids = words(text, add_special_tokens=False)['input_ids']
-        return Prompt(ids=torch.tensor(ids), text=text, columns={'answer': a + b})
-
-    def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
-        return [float(response == str(a)) for response, a in zip(responses, answer, strict=True)]
-
-    held_out, shown = pairs[:HELD_OUT], pairs[HELD_OUT : HELD_OUT + DEMONSTRATIONS]
-    asked = [prompt(*pair) for pair in pairs[HELD_OUT + DEMONSTRATIONS :]]
-    evaluate = PromptEvaluation(
-        [prompt(*pair) for pair in held_out], words, right, num_rows=0, do_sample=True, max_new_tokens=SUM_TOKENS
-    )
-
-    @cache
-    def taught() -> Any:
-        """Returns the model after SFT, which is the same for all seeds."""
-        torch.manual_seed(0)
-        actor = AutoActor(pretrained=pretrain)
-        answers = [words.encode(str(a + b), add_special_tokens=False) + [words.eos_token_id] for a, b in shown]
-        records = [
-            Sequence(
-                prompt_ids=prompt(*pair).ids, response_ids=torch.tensor(ids), response_mask=torch.ones(len(ids)) > 0
-            )
-            for pair, ids in zip(shown, answers, strict=True)
-        ]
-        with NaiveStrategy(seed=0, precision='bf16', device='cpu') as strategy:
-            adam = partial(torch.optim.AdamW, lr=5e-5)
-            trainer = harness.offline_trainer(
-                SFTTrainer, strategy, actor, records, optimizer=adam, train_batch_size=8, max_epochs=1
-            )
-            trainer.fit()
-        return actor.model
-
+    words, (held_out, _, asked) = AutoTokenizer.from_pretrained(pretrain), sums.questions(pretrain)
+    sampled = {'num_rows': 0, 'do_sample': True, 'max_new_tokens': sums.NEW_TOKENS}
+    evaluate = PromptEvaluation(held_out, words, sums.right, **sampled)
+    taught = cache(partial(sums.taught, pretrain, 'bf16'))
     return Task(
-        lambda seed: deepcopy(taught()), words, {'max_new_tokens': SUM_TOKENS},
+        lambda seed: deepcopy(taught()), words, {'max_new_tokens': sums.NEW_TOKENS},
         lambda trainer: evaluate(trainer)['score_mean'], (3e-5, 1e-4), 1e-4, 100.0, 200.0, 1024,
-        prompts=asked, reward=right, blocks=8, train_batch=16, precision='bf16',
+        prompts=asked, reward=sums.right, blocks=8, train_batch=16, precision='bf16',
     )  # fmt: skip
 
 

@@ -1,17 +1,17 @@
 """Compares learning from a reward in TRL and this library: held-out score against CPU seconds, at the best of nine
 settings of each.
 
-    cd outputs/real      # of `make real`
-    python ../../benchmarks/learning_vs_trl.py additions --start sft/actor --prompts prompts.jsonl --held_out held_out.jsonl
-    python ../../benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
-    python ../../benchmarks/learning_vs_trl.py additions ... --rounds 3     # speed and memory only
-    python ../../benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
+    python benchmarks/learning_vs_trl.py sums --start FOLDER      # of SmolLM2: examples/real_model/model.py
+    python benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
+    python benchmarks/learning_vs_trl.py additions --start FOLDER --prompts FILE --held_out FILE --rounds 3     # of `make real`
+    python benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
 
+sums: `sums.py`, after its SFT. additions: sums of three digits asked in chat, for speed and memory (--rounds).
 Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train
-batches of 32, two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search over learning
-rate x KL coefficient with seed 0; the best by the last two evaluations runs with three seeds on other held-out prompts.
-CPU seconds are those of the whole process from the first update on, without evaluations, which share their code
-(`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json` are not repeated.
+batches of 32 (sums: 16), two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search over
+learning rate x KL coefficient with seed 0; the best by the last two evaluations runs with three seeds on other held-out
+prompts. CPU seconds are those of the whole process from the first update on, without evaluations, which share their
+code (`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json` are not repeated.
 
 Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1.12.0; GRPO here and in 1.16.0.
 """
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import sums
 from vs_peers import PEERS, own_python
 
 from lesson import Lesson  # isort: skip  # vs_peers adds its folder to Python's path
@@ -44,7 +45,7 @@ SIDES = {
 """side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
-NEW_TOKENS = {'additions': 16, 'sentiment': 24}
+NEW_TOKENS = {'additions': 16, 'sentiment': 24, 'sums': sums.NEW_TOKENS}
 SPEED = {'lr': 1e-5, 'kl_coef': 0.05, 'cpu_seconds': 100.0, 'every': 1e9}
 """settings of a run that measures speed; no run of the search has this KL coefficient"""
 RECORDS = 'learning_vs_trl.json'
@@ -65,6 +66,25 @@ def write_task(start: str, prompts: Path, held_out: Path, folder: Path) -> dict[
     for name, rows in cuts.items():
         (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     return {name: str(folder / f'{name}.jsonl') for name in cuts}
+
+
+def write_sums(pretrain: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """Writes the model after SFT, once, and the files of prompts. Returns the folder of the model, and the files."""
+    from transformers import AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    start = folder / 'start'
+    if not start.is_dir():
+        part = folder / 'start.part'  # renamed when complete
+        sums.taught(pretrain, 'fp32').float().save_pretrained(part)
+        AutoTokenizer.from_pretrained(pretrain).save_pretrained(part)
+        part.rename(start)
+    held_out, _, asked = sums.questions(pretrain)
+    cuts = {'search': held_out[:100], 'held_out': held_out[100:], 'prompts': asked}
+    for name, prompts in cuts.items():
+        rows = [{'text': prompt.text, 'answer': prompt.columns['answer']} for prompt in prompts]
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return str(start), {name: str(folder / f'{name}.jsonl') for name in cuts}
 
 
 def run(lesson: Lesson, work: Path) -> dict[str, Any]:
@@ -171,7 +191,7 @@ def draw(figures: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 def main() -> None:
     parser = harness.script_parser(__doc__, page='learning_vs_trl.md')
     parser.add_argument('task', nargs='?', choices=sorted(NEW_TOKENS))
-    parser.add_argument('--start', help='folder of the model that every run starts from')
+    parser.add_argument('--start', help='folder of the model that every run starts from; sums: before SFT')
     parser.add_argument(
         '--prompts', type=Path, help='JSON lines of `prompt` (text or messages) and, for additions, `answer`'
     )
@@ -187,16 +207,21 @@ def main() -> None:
     args = parser.parse_args()
     if args.page:
         return page(harness.Results(RECORDS))
-    given = args.task and args.start and args.prompts and args.held_out
+    given = args.task and args.start and (args.task == 'sums' or (args.prompts and args.held_out))
     if not given or (args.task == 'sentiment' and not args.classifier):
-        parser.error('give a task, --start, --prompts and --held_out; sentiment also --classifier')
+        parser.error(
+            'give a task and --start; additions and sentiment also --prompts and --held_out; sentiment --classifier'
+        )
     work, results = args.work_dir.resolve(), harness.Results(RECORDS)
-    files = write_task(args.start, args.prompts, args.held_out, work / args.task)
+    if args.task == 'sums':
+        start, files = write_sums(args.start, work / args.task)
+    else:
+        start, files = args.start, write_task(args.start, args.prompts, args.held_out, work / args.task)
     lessons = [
         Lesson(
             side=side,
             task=args.task,
-            start=str(Path(args.start).resolve()),
+            start=str(Path(start).resolve()),
             prompts=files['prompts'],
             held_out=files['search'],
             lr=0.0,
@@ -205,6 +230,7 @@ def main() -> None:
             cpu_seconds=args.search_seconds,
             every=args.search_seconds / 2,
             new_tokens=NEW_TOKENS[args.task],
+            train_batch=16 if args.task == 'sums' else 32,
             classifier=args.classifier,
         )  # fmt: skip
         for side in args.sides

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from lesson import BETAS, EPOCHS, EPS, RESPONSES, TRAIN_BATCH, Run
+from lesson import BETAS, EPOCHS, EPS, RESPONSES, Run
 from transformers import AutoConfig
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
@@ -26,7 +26,7 @@ model = load()
 trainer = PPOTrainer(
     PPOConfig(
         batch_size=RESPONSES,
-        mini_batch_size=TRAIN_BATCH,
+        mini_batch_size=lesson.train_batch,
         gradient_accumulation_steps=1,
         ppo_epochs=EPOCHS,
         init_kl_coef=lesson.kl_coef,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from lesson import BETAS, EPOCHS, EPS, QUIET, RESPONSES, TRAIN_BATCH, Run, watcher
+from lesson import BETAS, EPOCHS, EPS, QUIET, RESPONSES, Run, watcher
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -53,9 +53,9 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = PPOTrainer(
         PPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=TRAIN_BATCH,
-            gradient_accumulation_steps=RESPONSES // TRAIN_BATCH,
-            num_mini_batches=RESPONSES // TRAIN_BATCH,
+            per_device_train_batch_size=lesson.train_batch,
+            gradient_accumulation_steps=RESPONSES // lesson.train_batch,
+            num_mini_batches=RESPONSES // lesson.train_batch,
             num_ppo_epochs=EPOCHS,
             local_rollout_forward_batch_size=RESPONSES,
             response_length=lesson.new_tokens,

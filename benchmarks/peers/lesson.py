@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RESPONSES, GROUP, TRAIN_BATCH, EPOCHS = 64, 4, 32, 2
-"""responses of an update; per prompt with GRPO; sequences of an optimizer step; epochs over an update's responses"""
+RESPONSES, GROUP, EPOCHS = 64, 4, 2
+"""responses of an update; per prompt with GRPO; epochs over an update's responses"""
 BETAS, EPS = (0.9, 0.999), 1e-8
 QUIET = {
     'bf16': False,
@@ -36,10 +36,10 @@ class Lesson:
 
     side: str
     task: str
-    """'additions', or 'sentiment' with a `classifier`"""
+    """'additions' or 'sums', or 'sentiment' with a `classifier`"""
     start: str
     prompts: str
-    """a JSON lines file of `text` (a formatted prompt) and, for additions, `answer`"""
+    """a JSON lines file of `text` (a formatted prompt) and, but for sentiment, `answer`"""
     held_out: str
     lr: float
     kl_coef: float
@@ -48,6 +48,8 @@ class Lesson:
     every: float
     """CPU seconds between evaluations"""
     new_tokens: int
+    train_batch: int
+    """sequences of an optimizer step"""
     classifier: str = ''
 
     @property
@@ -104,7 +106,7 @@ class Run:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.lesson.start, padding_side='left')
         if self.tokenizer.unk_token:  # a chat contains end tokens, and TRL masks tokens equal to the padding token
             self.tokenizer.pad_token = self.tokenizer.unk_token
-        self.reward = {'additions': additions_reward, 'sentiment': sentiment_reward}[self.lesson.task](self.lesson)
+        self.reward = (sentiment_reward if self.lesson.classifier else additions_reward)(self.lesson)
         self.texts = [row['text'] for row in rows(self.lesson.prompts)]
         self.held_out = [row['text'] for row in rows(self.lesson.held_out)]
         self.curve: list[dict[str, float]] = []

@@ -305,13 +305,15 @@ def faked(model: nn.Module) -> Iterator[Any]:
 
 
 def batch_of(rows: int, setup: Setup) -> Batch:
-    """Returns a batch of rows of the full length, which begin with the same tokens as the run's prompts do. On a CPU
-    the last of several rows is a token shorter, for attention pads sequences of different lengths there."""
+    """Returns a batch of rows of the full length, which begin with the same tokens as the run's prompts do; two rows of
+    a reward model are a pair with one prompt. On a CPU the last of several rows is a token shorter, for attention pads
+    sequences of different lengths there."""
     sequences = []
     for row in range(rows):
         shorter = not setup.on_cuda and 0 < row == rows - 1
         num_new = max(setup.max_new_tokens - shorter, 1)
         ids = torch.full((setup.max_prompt_tokens + num_new,), row + 1)
+        ids[: setup.max_prompt_tokens] = (row // 2 if setup.task == 'reward_model' else row) + 1
         ids[: min(setup.shared_prompt_tokens, setup.max_prompt_tokens)] = 0
         prompt, response = ids.split([setup.max_prompt_tokens, num_new])
         mask = torch.ones(num_new, dtype=torch.bool)

@@ -3,9 +3,10 @@
     pip install gguf
     python examples/real_model/additions.py [--out outputs/real] [--pretrain NAME_OR_FOLDER] [--seed 0]
 
-Runs and prints three commands: SFT on 200 answers teaches the format, then PPO and GRPO, each from that model, reward
-correct answers. The final questions are in no training file. Prints a table and writes it to --out, with the folders
-and report.html of the runs. Without --pretrain the model is converted from a wheel (model.py).
+Sums of two numbers of two digits. SFT on 100 answers teaches the format, then PPO and GRPO, each from that model,
+reward correct answers. The final questions are in no training file. Prints its commands and a table, and writes the
+table to --out, with the folders and report.html of the runs. Without --pretrain the model is converted from a wheel
+(model.py).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tasks import Task, task_parser
 
 from chatgpt.launch.arguments import run_main
 
-NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 200, 2000, 200
-RESPONSES = ['--max_new_tokens=20']
-SFT = ['--train_batch_size=8', '--max_epochs=2']
-ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--num_layers_unfrozen=8']
-ONLINE += ['--train_batch_size=8', '--max_epochs=2', '--kl_coef=0.02', '--eval_interval=4']
+NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 100, 2000, 200
+RESPONSES = ['--max_new_tokens=12']
+SFT = ['--train_batch_size=8', '--max_epochs=1']
+ONLINE = ['--num_episodes=1', '--max_timesteps=10', '--update_timesteps=1', '--num_layers_unfrozen=8']
+ONLINE += ['--train_batch_size=8', '--max_epochs=1', '--kl_coef=0.02', '--eval_interval=5']
 METHODS = {
-    'ppo': ['--critic=shared', '--experience_batch_size=64'],
-    'grpo': ['--experience_batch_size=16', '--num_samples_per_prompt=4'],
+    'ppo': ['--critic=shared', '--experience_batch_size=128'],
+    'grpo': ['--experience_batch_size=32', '--num_samples_per_prompt=4'],
 }
-"""64 responses per phase, 8 phases; the top eight of thirty layers are trained, and policy, critic and reference
+"""128 responses per phase, 10 phases; the top eight of thirty layers are trained, and policy, critic and reference
 share the others. Learning rates are the defaults"""
 
 
@@ -42,7 +43,7 @@ def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[f
 def write_files(out: Path, seed: int) -> None:
     """Writes questions as chats: `demonstrations.jsonl` with answers, `prompts.jsonl`, and `held_out.jsonl` with pairs
     of numbers that are not in the others."""
-    pairs = [(a, b) for a in range(100, 1000) for b in range(100, 1000)]
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     cuts = {'demonstrations': NUM_DEMONSTRATIONS, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
     for name, count in cuts.items():
@@ -50,7 +51,7 @@ def write_files(out: Path, seed: int) -> None:
         with open(out / f'{name}.jsonl', 'w') as file:
             for a, b in own:
                 question: dict[str, Any] = {'role': 'user', 'content': f'What is {a} + {b}?'}
-                answer = {'role': 'assistant', 'content': f'{a} + {b} = {a + b}.'}
+                answer = {'role': 'assistant', 'content': f'{a + b}'}
                 row = {'messages': [question, answer]} if name == 'demonstrations' else {'prompt': [question]}
                 file.write(json.dumps(row if name == 'demonstrations' else row | {'answer': a + b}) + '\n')
 
@@ -67,15 +68,17 @@ def main() -> None:
     task = Task('additions', args)
     write_files(task.out, args.seed)
     held_out, reward = task.path('held_out.jsonl'), ['--reward_fn', f'{__file__}:right', *RESPONSES]
-    before = task.answers(task.start, 'before', held_out, *reward)
-    task.rows.append({'run': 'as it is', 'score': sum(a['score'] for a in before) / len(before)})
+    task.rows.append({'run': 'as it is', 'score': task.score(task.start, 'before', held_out, *reward)})
     sft = task.learn('sft', 'sft', task.path('demonstrations.jsonl'), *SFT)
     for method, own in METHODS.items():
         words = ['--validation_file', held_out, *reward, *ONLINE, *own]
         task.learn(method, method, task.path('prompts.jsonl'), *words, start=sft)
     task.rows[1]['score'] = task.rows[2]['before']
-    models = {'as it is': task.start, 'sft': sft, 'ppo': task.path('ppo/actor')}
-    task.finish(f'share of {NUM_HELD_OUT} held-out additions that are right, greedily', held_out, models, *reward)
+    models = {'as it is': task.start, 'sft': sft, **{method: task.path(f'{method}/actor') for method in METHODS}}
+    for row, (name, model) in zip(task.rows, models.items(), strict=True):
+        row['sampled'] = task.score(model, f'{name}_sampled', held_out, *reward, '--temperature=1')
+    about = f'share of {NUM_HELD_OUT} held-out additions that are right: greedily, and sampled at temperature 1'
+    task.finish(about, held_out, models, *reward)
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ from chatgpt.launch.inputs import quiet_transformers
 from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.trainer.callbacks import format_table
 
-COLUMNS = ['run', 'before', 'score', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
+COLUMNS = ['run', 'before', 'score', 'sampled', 'kl', 'length', 'minutes', 'cpu_minutes', 'peak_gib']
 
 
 def task_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
@@ -65,10 +65,16 @@ class Task:
         (self.out / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
         return self.path(name)
 
+    def score(self, model: str, name: str, prompts: str, *words: str) -> float:
+        """Returns the mean score of the model's responses to a file of prompts, greedy by default."""
+        scores = [row['score'] for row in self.answers(model, name, prompts, *words)]
+        return sum(scores) / len(scores)
+
     def answers(self, model: str, name: str, prompts: str, *words: str) -> list[dict[str, Any]]:
-        """Returns the model's greedy responses to a file of prompts, with their scores."""
-        command('evaluate', model, prompts, *words, '--output', self.path(f'answers_{name}.jsonl'))
-        return [json.loads(line) for line in (self.out / f'answers_{name}.jsonl').read_text().splitlines()]
+        """Returns the model's responses to a file of prompts, greedy by default, with their scores."""
+        file = self.path(f'answers_{name.replace(" ", "_")}.jsonl')
+        command('evaluate', model, prompts, *words, '--output', file)
+        return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
     def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = '') -> str:
         """Makes one run. Its held-out `metric` (default: `eval/score_mean`) becomes a row of the table. Returns the
