@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
-	@echo 'make real       a chat model of 135 million parameters learns to add, with two cores in half an hour; result in outputs/real'
+	@echo 'make real       a chat model of 135 million parameters learns to add, with two cores in a quarter of an hour; result in outputs/real'
 	@echo 'make test       lint and the tests of the library, about ten minutes on two cores'
 	@echo 'make test-avx2  those of them that compute in 16 bits, as on a processor with AVX2 and no instructions of 16 bits'
 	@echo 'make test-system  launchers, Ray, kills, capacity, layouts, ColossalAI: as long again'

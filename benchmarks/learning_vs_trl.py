@@ -3,10 +3,11 @@ settings of each.
 
     python benchmarks/learning_vs_trl.py sums --start FOLDER      # of SmolLM2: examples/real_model/model.py
     python benchmarks/learning_vs_trl.py sentiment --start FOLDER --prompts FILE --held_out FILE --classifier FOLDER
-    python benchmarks/learning_vs_trl.py additions --start FOLDER --prompts FILE --held_out FILE --rounds 3     # of `make real`
+    python benchmarks/learning_vs_trl.py additions --start FOLDER --prompts FILE --held_out FILE --rounds 3
     python benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
 
-sums: `sums.py`, after its SFT. additions: sums of three digits asked in chat, for speed and memory (--rounds).
+sums: `sums.py`, after its SFT. additions: sums of three digits asked in chat, for speed and memory (--rounds), with the
+files of `examples/real_model/additions.py --files FOLDER --digits 3` and a model after two epochs of SFT on them.
 Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train
 batches of 32 (sums: 16), two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search over
 learning rate x KL coefficient with seed 0; the best by the last two evaluations runs with three seeds on other held-out

@@ -1,6 +1,6 @@
 """Profiles one phase of PPO on a real model: shares of time by kind of operation, in collecting and in learning.
 
-    python benchmarks/phase_profile.py FOLDER PROMPTS      # a model after SFT and the prompts of `make real`
+    python benchmarks/phase_profile.py FOLDER PROMPTS      # prompts of additions.py --digits 3, a model after SFT on them
     python benchmarks/phase_profile.py --page
 
 The phase is that of `learning_vs_trl.py` (64 responses of up to 16 tokens, train batches of 32, two epochs, value head

@@ -1,7 +1,9 @@
 """Compares the planned memory of runs on a real model with the measured peak of their processes.
 
-    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # a chat model's folder, files of `make real`
+    python benchmarks/plan_real.py MODEL DEMONSTRATIONS PROMPTS      # MODEL: examples/real_model/model.py
     python benchmarks/plan_real.py --page
+
+The files are of `examples/real_model/additions.py --files FOLDER --digits 3`.
 
 Each case is planned (`--plan`) and then run: two optimizer steps, or two phases, since optimizer states exist from the
 first step on. The peak is the largest resident memory of the whole process (wait4); 'kept back' is the peak if malloc

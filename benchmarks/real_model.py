@@ -32,11 +32,15 @@ def table(records: list[dict[str, Any]]) -> str:
         cells.append(score_of(own))
         pairs = [row['score'] for row in started], [row['before'] for row in started]
         cells.append(harness.interval(*pairs) if started else '')
+        sampled = [row['sampled'] for row in own if 'sampled' in row]
+        cells.append(harness.mean_and_spread(sampled) if len(sampled) > 1 else '')
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
             values = [row[key] for row in own if key in row]
             cells.append(f'{statistics.mean(values):{form}}' if values else '')
         rows.append(cells)
-    head = 'run | seeds | before | after | gain | KL, nats per response | tokens | CPU minutes | peak GiB'
+    head = (
+        'run | seeds | before | after | gain | after, sampled | KL, nats per response | tokens | CPU minutes | peak GiB'
+    )
     return harness.markdown(head, rows)
 
 
@@ -63,7 +67,7 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
                 for curve in curves:
                     label = run.replace('_', ' ') if curve is curves[0] else None
                     axis.plot(*zip(*curve, strict=True), color=f'C{number}', marker='.', label=label)
-            axis.set(title=title, xlabel='phases of 64 responses')
+            axis.set(title=title, xlabel='phases')
         if task == 'additions':
             for name in ('as it is', 'sft'):
                 rows = [row for record in records for row in record['rows'] if row['run'] == name]

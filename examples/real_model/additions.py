@@ -40,18 +40,21 @@ def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[f
     return [float(bool(numbers) and int(numbers[-1]) == int(a)) for numbers, a in zip(found, answer, strict=True)]
 
 
-def write_files(out: Path, seed: int) -> None:
+def write_files(out: Path, seed: int, digits: int = 2) -> None:
     """Writes questions as chats: `demonstrations.jsonl` with answers, `prompts.jsonl`, and `held_out.jsonl` with pairs
-    of numbers that are not in the others."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    of numbers that are not in the others. With 3 digits an answer is a sentence and there are 200."""
+    numbers = range(10 ** (digits - 1), 10**digits)
+    pairs = [(a, b) for a in numbers for b in numbers]
     random.Random(seed).shuffle(pairs)
-    cuts = {'demonstrations': NUM_DEMONSTRATIONS, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
+    demonstrations = NUM_DEMONSTRATIONS if digits == 2 else 2 * NUM_DEMONSTRATIONS
+    cuts = {'demonstrations': demonstrations, 'prompts': NUM_PROMPTS, 'held_out': NUM_HELD_OUT}
     for name, count in cuts.items():
         own, pairs = pairs[:count], pairs[count:]
         with open(out / f'{name}.jsonl', 'w') as file:
             for a, b in own:
                 question: dict[str, Any] = {'role': 'user', 'content': f'What is {a} + {b}?'}
-                answer = {'role': 'assistant', 'content': f'{a + b}'}
+                text = f'{a + b}' if digits == 2 else f'{a} + {b} = {a + b}.'
+                answer = {'role': 'assistant', 'content': text}
                 row = {'messages': [question, answer]} if name == 'demonstrations' else {'prompt': [question]}
                 file.write(json.dumps(row if name == 'demonstrations' else row | {'answer': a + b}) + '\n')
 
@@ -59,10 +62,11 @@ def write_files(out: Path, seed: int) -> None:
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/real')
     parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions')
+    parser.add_argument('--digits', type=int, choices=(2, 3), default=2, help='with --files: digits of each number')
     args = parser.parse_args()
     if args.files:
         args.files.mkdir(parents=True, exist_ok=True)
-        write_files(args.files, args.seed)
+        write_files(args.files, args.seed, args.digits)
         print(f'written: {", ".join(str(path) for path in sorted(args.files.glob("*.jsonl")))}')
         return
     task = Task('additions', args)

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Model, OPTConfig
 
 from chatgpt.batching import collate
-from chatgpt.nn import Actor, Critic
+from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
 from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
@@ -195,6 +195,26 @@ def test_padding_in_attention_is_planned_on_a_cpu():
     planned = models.learning_bytes('actor', CONFIG, setup, 6, growing=4.0)
     assert live.peak <= planned < 1.03 * live.peak
     assert models.learning_bytes('actor', CONFIG, replace(setup, on_cuda=True), 6, growing=4.0) < live.peak
+
+
+def test_the_prompt_of_a_pair_is_planned_once():
+    from transformers import AutoModelForCausalLM
+
+    setup = Setup(config=CONFIG, precision='fp32', max_prompt_tokens=22, max_new_tokens=6, on_cuda=False)
+    setup = replace(setup, task='reward_model')
+    torch.manual_seed(0)
+    real = RewardModel(AutoModelForCausalLM.from_config(CONFIG)).train()
+    ones = torch.ones(22, dtype=torch.int64)
+    sequences = [
+        Sequence(prompt_ids=(row // 2 + 1) * ones, response_ids=(row + 1) * ones[:n], response_mask=ones[:n].bool())
+        for row, n in enumerate((6, 5, 6, 6, 4, 6))
+    ]
+    with models.LiveBytes([*real.parameters(), *real.buffers()]) as live:
+        real(collate(sequences)).sum().backward()
+    planned = models.learning_bytes('reward', CONFIG, setup, 6, growing=4.0)
+    assert planned == pytest.approx(live.peak, rel=0.05)
+    alone = models.learning_bytes('critic', CONFIG, replace(setup, task='critic'), 6, growing=4.0)
+    assert alone > 1.2 * planned  # a value head instead of a score head, and no pairs
 
 
 @pytest.mark.parametrize('shared', [0, 20])
