@@ -24,13 +24,13 @@ from chatgpt.launch.arguments import run_main
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 100, 2000, 200
 RESPONSES = ['--max_new_tokens=12']
 SFT = ['--train_batch_size=8', '--max_epochs=1']
-ONLINE = ['--num_episodes=1', '--max_timesteps=10', '--update_timesteps=1', '--num_layers_unfrozen=8']
-ONLINE += ['--train_batch_size=8', '--max_epochs=1', '--kl_coef=0.02', '--eval_interval=5']
+ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--num_layers_unfrozen=8']
+ONLINE += ['--train_batch_size=8', '--max_epochs=1', '--kl_coef=0.02', '--eval_interval=4']
 METHODS = {
     'ppo': ['--critic=shared', '--experience_batch_size=128'],
     'grpo': ['--experience_batch_size=32', '--num_samples_per_prompt=4'],
 }
-"""128 responses per phase, 10 phases; the top eight of thirty layers are trained, and policy, critic and reference
+"""128 responses per phase, 8 phases; the top eight of thirty layers are trained, and policy, critic and reference
 share the others. Learning rates are the defaults"""
 
 
