@@ -78,7 +78,7 @@ def real_model() -> Iterator[Quote]:
     records = [r for r in read('benchmarks/results/real_model.json').values() if r['task'] == 'additions']
     records.sort(key=lambda record: record['seed'])
     runs = {run: [row for r in records for row in r['rows'] if row['run'] == run] for run in ('as it is', 'sft', 'ppo')}
-    words = '{:.1f} % of held-out answers right before training, {:.1f} % after SFT, {:.1f} % after ten phases of PPO'
+    words = '{:.1f} % of held-out answers right before training, {:.1f} % after SFT, {:.1f} % after eight phases of PPO'
     yield 'README.md', words, [100 * statistics.mean(row['score'] for row in rows) for rows in runs.values()]
     sampled = [100 * statistics.mean(row['sampled'] for row in rows) for rows in runs.values()]
     yield 'README.md', 'sampled at temperature 1 {:.1f}, {:.1f} and {:.1f} %', sampled
@@ -88,7 +88,7 @@ def real_model() -> Iterator[Quote]:
     before, sft, ppo = (rows[0]['score'] for rows in runs.values())
     yield page, '"score_mean": {:.3f},', [before]
     yield page, '{:.0f} of 200 answers are right', [200 * before]
-    yield page, 'eval score {:.2f} → {:.3f} in 10 phases, KL {:.3f} nats', [sft, ppo, runs['ppo'][0]['kl']]
+    yield page, 'eval score {:.2f} → {:.3f} in 8 phases, KL {:.3f} nats', [sft, ppo, runs['ppo'][0]['kl']]
     words = 'Before training {:.1f} % are right, after SFT {:.0f} %, after PPO {:.1f} %; sampled at temperature 1'
     yield page, words, [100 * before, 100 * sft, 100 * ppo]
     sampled = [100 * rows[0]['sampled'] for rows in runs.values()]

@@ -63,10 +63,12 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
     with harness.figure(TASKS[task], 2) as axes:
         for axis, kind, title in zip(axes, ('score', 'kl'), (SCORES[task], 'KL, nats per response'), strict=True):
             for number, run in enumerate(runs):
-                curves = [record['curves'][run][kind] for record in records if run in record['curves']]
-                for curve in curves:
-                    label = run.replace('_', ' ') if curve is curves[0] else None
-                    axis.plot(*zip(*curve, strict=True), color=f'C{number}', marker='.', label=label)
+                seeds = [record['curves'][run] for record in records if run in record['curves']]
+                for curves in seeds:
+                    label = run.replace('_', ' ') if curves is seeds[0] else None
+                    axis.plot(*zip(*curves[kind], strict=True), color=f'C{number}', marker='.', label=label)
+                    if kind == 'score' and curves.get('sampled'):
+                        axis.plot(*zip(*curves['sampled'], strict=True), color=f'C{number}', alpha=0.4, linewidth=1)
             axis.set(title=title, xlabel='phases')
         if task == 'additions':
             for name in ('as it is', 'sft'):

@@ -47,7 +47,8 @@ def command(*words: str) -> dict[str, float]:
 class Task:
     """The runs of a task in one folder, all from the same model.
 
-    `rows` is the table; `curves` maps a run to held-out scores and KL, each a list of (phase, number).
+    `rows` is the table; `curves` maps a run to held-out scores, the mean score of sampled training responses and KL,
+    each a list of (phase, number).
     """
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
@@ -94,8 +95,9 @@ class Task:
         columns = {'kl': ('rollout/kl_mean', phases), 'length': ('eval/length_mean', evaluated)}
         row |= {key: rows[-1][name] for key, (name, rows) in columns.items() if rows and name in rows[-1]}
         self.rows.append(row | json.loads(found.read_text()))
-        kl = [(m['step'], m['rollout/kl_mean']) for m in phases if 'rollout/kl_mean' in m]
-        self.curves[run] = {'score': scores, 'kl': kl}
+        own = {'sampled': 'rollout/score_mean', 'kl': 'rollout/kl_mean'}
+        curves = {key: [(m['step'], m[name]) for m in phases if name in m] for key, name in own.items()}
+        self.curves[run] = {'score': scores, **curves}
         return str(folder / ('reward_model' if method == 'reward-model' else 'actor'))
 
     def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
