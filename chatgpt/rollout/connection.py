@@ -21,6 +21,7 @@ from chatgpt.rollout.wire import Manifest, bucket_buffer
 
 CONNECT_S = 20.0
 """seconds in which ranks and workers must find each other"""
+ENDED = 'the connection to a rank ended before all of its weights were here'
 _RANK_BYTES = 4
 
 
@@ -97,7 +98,7 @@ def _read(connection: socket.socket, into: memoryview) -> None:
     while into:
         size = connection.recv_into(into)
         if not size:
-            raise ConnectionError('the connection to a rank ended before all of its weights were here')
+            raise ConnectionError(ENDED)
         into = into[size:]
 
 

@@ -300,10 +300,10 @@ class RemoteEngine(CheckedEngine):
             if self.weight_transfer != 'auto':
                 raise RuntimeError(f'weight_transfer={self.weight_transfer!r}: {error}')
             warnings.warn(f'{error}; weights go through the store of the workers', stacklevel=6)
-            self.by_store = True
+            self.by_store, self._served = True, {}
             return None
         with ThreadPoolExecutor(1, 'chatgpt-weights') as pool:
-            sending = pool.submit(self._send_share, order, connections, tensors)
+            sending = pool.submit(self._send_own, order, connections, tensors)
             handles: dict[int, Any] = {}
             for worker in workers:
                 if (served := self._served.get(worker)) is not None:
@@ -324,6 +324,14 @@ class RemoteEngine(CheckedEngine):
                 if (cause := sending.exception()) is not None:
                     raise cause  # not what it made a worker raise
         return died
+
+    def _send_own(self, order: Order, connections: dict[int, socket.socket], tensors: Mapping[str, Tensor]) -> None:
+        """Sends the share of rank 0. Workers that wait for more after an error see that there will be none."""
+        try:
+            self._send_share(order, connections, tensors)
+        finally:
+            for connection in connections.values():
+                interrupt(connection)
 
     @property
     def _place(self) -> tuple[int, int]:

@@ -296,8 +296,11 @@ def start(settings: Mapping[str, Any]) -> Any:
         if settings.get('distributed_executor_backend') == 'external_launcher':
             # When the process ends, vLLM would destroy the process group, which is the strategy's and gone by then.
             llm.llm_engine.engine_core._finalizer.detach()
-            # Shared memory of ranks on a CPU has the same name in every run; by now all have mapped it.
-            for name in Path('/dev/shm').glob('-tp:*-cpushm_*'):
+            # Shared memory of ranks on a CPU has the same name in every run; by now all of this group have mapped it.
+            size = settings.get('tensor_parallel_size', 1)
+            first = torch.distributed.get_rank() // size * size if torch.distributed.is_initialized() else 0
+            ranks = '-'.join(map(str, range(first, first + size)))
+            for name in Path('/dev/shm').glob(f'-tp:*-[[]{ranks}]-cpushm_*'):
                 name.unlink(missing_ok=True)
         return llm
     finally:

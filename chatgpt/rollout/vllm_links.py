@@ -12,6 +12,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -122,7 +123,10 @@ class Link:
             try:
                 sent = self.sent.get(timeout=POLL_S)
             except Empty:  # by NCCL a worker sends nothing: what there is to read is the end. By IPC the thread reads
-                sent = False if self.way == 'nccl' and self.connection.poll() else None
+                if self.way == 'nccl' and self.connection.poll():
+                    with suppress(Empty):  # a worker that has received all ends it too
+                        sent = self.sent.get(timeout=POLL_S)
+                    sent = bool(sent)
         if not sent:
             # a worker that has failed is the cause, and its call says why
             self.cause = None if self.connection.poll(STOPPING_S) else self.error
@@ -155,14 +159,18 @@ def broadcast(
             for link in alive:
                 link.given.put(bucket)
             alive = [link for link in alive if link.wait()]
+            if not alive:
+                break
         for link in alive:
             link.connection.poll(None)  # until the worker ends it
         done = True
     finally:
         for link in links:
             if not done:
-                link.leave()
+                link.leave()  # ends a broadcast that waits
             link.close()
+            if not done:
+                link.leave()  # of a group that the thread has joined since
     for link in links:
         if link.cause is not None:
             raise RuntimeError(

@@ -8,16 +8,17 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import wraps
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.connection import Address
+from chatgpt.rollout.connection import ENDED, Address
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.vllm import RESERVED as ENGINE_RESERVED
 from chatgpt.rollout.vllm import BaseVLLMEngine, has_head, llm_settings, start
@@ -114,20 +115,29 @@ class VLLMWorker(Worker):
         self._group = b''  # until all is here
         (connection,) = self._listening().accept(1).values()
         with connection, messages(connection) as rank:
-            (self._broadcast if way == 'nccl' else self._share)(manifest, rank)
+            try:
+                (self._broadcast if way == 'nccl' else self._share)(manifest, rank)
+            except (EOFError, ConnectionResetError):
+                raise ConnectionError(ENDED) from None
         self.finish_loading()
 
     @_detect_death
     def _broadcast(self, manifest: Manifest, rank: Connection) -> None:
         place = rank.recv()  # of a new group
-        pool = ThreadPoolExecutor(1)
-        num_gpus = len(self._address.gpus)
-        done = pool.submit(self.llm.collective_rpc, _receive, args=(manifest, place, num_gpus))
-        pool.shutdown(wait=False)
+        done: Future[None] = Future()
+
+        def receive() -> None:
+            try:
+                self.llm.collective_rpc(_receive, args=(manifest, place, len(self._address.gpus)))
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+
+        Thread(target=receive, daemon=True).start()  # it may wait in NCCL for ever
         while not wait([done], POLL_S).done and not rank.poll():
             pass
-        if not done.done():
-            raise ConnectionError('the connection to a rank ended before all of its weights were here')
+        if not wait([done], POLL_S).done:  # a rank that has sent all ends it too
+            raise ConnectionError(ENDED)
         done.result()
         self._group = self._address.token if place else self._address.group
 
@@ -140,6 +150,7 @@ class VLLMWorker(Worker):
 
     @_detect_death
     def start(self, manifest: Manifest) -> None:
+        self.llm.collective_rpc(_end_update)
         self.llm.start_weight_update()  # makes vLLM repeat what it derives from weights when it loads them
         self._whole = WholeTensors(manifest)
 
@@ -193,6 +204,13 @@ def _gpu(worker: Any) -> str:
 def name_of_device(device: torch.device) -> str:
     """Returns a GPU's unique id, or '' for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == 'cuda' else ''
+
+
+def _end_update(worker: Any) -> None:
+    """Ends an update of weights that has failed, as vLLM does for those that it receives itself."""
+    if worker._weight_update_active:
+        worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
 
 
 def _receive(worker: Any, manifest: Manifest, place: tuple[str, int] | None, num_gpus: int) -> None:

@@ -181,22 +181,48 @@ def at_address(address: int, size: int) -> torch.Tensor:
 
 
 def test_what_a_worker_raises_is_named(monkeypatch):
-    message = 'sending weights to rollout worker 0 by nccl: ZeroDivisionError'
-    monkeypatch.setattr(vllm_links, 'STOPPING_S', 0.2)
-    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
-        model = tiny_causal_lm('gpt2')
-        engine.begin(Actor(model))
-        monkeypatch.setattr(engine.links[0].group, 'broadcast', lambda *_: 1 // 0)
-        with pytest.raises(RuntimeError, match=message):
-            engine.begin(Actor(model))
     for way in ('nccl', 'tcp', 'store'):
         with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer=way) as engine, monkeypatch.context() as m:
             from vllm import Worker
 
             m.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
             with pytest.raises(ZeroDivisionError, match='division'):
-                engine.begin(Actor(model))
+                engine.begin(Actor(tiny_causal_lm('gpt2')))
             assert not sending()
+
+
+@pytest.mark.parametrize('fails', ['broadcast', 'handle_of', 'fill_buckets'])
+def test_after_sending_has_failed_the_next_version_arrives(monkeypatch, fails):
+    """The worker, which waits for a bucket, sees that none comes, and goes on."""
+    way, model = 'ipc' if fails == 'handle_of' else 'nccl', tiny_causal_lm('gpt2')
+    for module in (vllm_remote, vllm_worker) if way == 'ipc' else ():
+        monkeypatch.setattr(module, 'name_of_device', lambda device: 'GPU-1')
+    monkeypatch.setattr(vllm_links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
+    monkeypatch.setattr(vllm_worker, 'bucket_of', lambda handle, device: at_address(*handle))
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError('division')
+        yield
+
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer=way, bucket_bytes=4096) as engine:
+        if fails == 'broadcast':
+            engine.begin(Actor(model))
+        with monkeypatch.context() as m:
+            m.setattr(vllm_links, 'STOPPING_S', 0.2)
+            if fails == 'broadcast':
+                m.setattr(engine.links[0].group, 'broadcast', lambda *_: 1 // 0)
+            elif fails == 'handle_of':
+                m.setattr(vllm_links, 'handle_of', lambda bucket: 1 // 0)
+            else:
+                m.setattr(vllm_remote, 'fill_buckets', failing)
+            named = (
+                '' if fails == 'fill_buckets' else f'sending weights to rollout worker 0 by {way}: ZeroDivisionError'
+            )
+            with pytest.raises((RuntimeError, ZeroDivisionError), match=named or 'division'):
+                engine.begin(Actor(model))
+        perturb(model)
+        assert two_versions(engine, model)[0][1] == engine.version - 1
+        assert not sending()
 
 
 def test_mistakes_are_named(monkeypatch):

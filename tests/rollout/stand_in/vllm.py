@@ -123,7 +123,7 @@ class LLM:
         self, prompts: Sequence[Any], sampling_params: Any = None, *, use_tqdm: Any = True, lora_request: Any = None
     ) -> list[Any]:
         assert lora_request is None, 'adapters are tested with vLLM itself'
-        assert self.awake == {'weights', 'kv_cache'} and not any(w.updating for w in self.workers)
+        assert self.awake == {'weights', 'kv_cache'} and not any(w._weight_update_active for w in self.workers)
         gate = os.environ.get('STAND_IN_GATE')
         while gate and not os.path.exists(gate):
             time.sleep(0.01)
@@ -158,7 +158,8 @@ class Worker:
         self.rank, self.llm = rank, llm
         self.device = torch.device('cpu')
         self.shards: dict[str, torch.Tensor] = {}
-        self.updating = False
+        self._weight_update_active = False
+        self.weight_transfer_engine = SimpleNamespace(reset_weight_update_target=lambda: None)
 
     def get_model(self) -> Worker:
         return self
@@ -173,7 +174,7 @@ class Worker:
         return fn(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        assert self.updating, 'tensors derived from the weights would be outdated'
+        assert self._weight_update_active, 'tensors derived from the weights would be outdated'
         own, ranks = self.llm.model.state_dict(), self.vllm_config.tensor_parallel_size
         for name, tensor in weights:
             assert tensor.shape == own[name].shape, name
@@ -184,17 +185,17 @@ class Worker:
     def reload_weights(self, weights_iterator: Any = None) -> None:
         assert 'weights' in self.llm.awake
         self.llm.events.append('load')
-        self.updating = True
+        self._weight_update_active = True
         self.load_weights(weights_iterator)
-        self.updating = False
+        self._weight_update_active = False
 
     def start_weight_update(self) -> None:
-        assert self.vllm_config.weight_transfer_config is not None and not self.updating
-        self.updating = True
+        assert self.vllm_config.weight_transfer_config is not None and not self._weight_update_active
+        self._weight_update_active = True
 
     def finish_weight_update(self) -> None:
-        assert self.updating
-        self.updating = False
+        assert self._weight_update_active
+        self._weight_update_active = False
 
 
 # ---------------------------------------------------------------- weights
