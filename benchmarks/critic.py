@@ -326,6 +326,8 @@ def saved_critic(task: Task, seed: int) -> Critic:
     """Returns a critic that has learned from 8 phases of the initial policy, other episodes than those of a run."""
     with NaiveStrategy(seed=seed + 100, precision=task.precision, device='cpu') as strategy:
         model = task.start(seed)
+        if task.blocks:
+            freeze_below(model, task.blocks)
         trainer = harness.ppo_trainer(
             strategy,
             Actor(model),

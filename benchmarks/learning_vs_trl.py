@@ -74,9 +74,10 @@ def write_sums(pretrain: str, folder: Path) -> tuple[str, dict[str, str]]:
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    start = folder / 'start'
+    start = folder / 'start' / Path(pretrain).name
     if not start.is_dir():
         part = folder / 'start.part'  # renamed when complete
+        start.parent.mkdir(exist_ok=True)
         sums.taught(pretrain, 'fp32').float().save_pretrained(part)
         AutoTokenizer.from_pretrained(pretrain).save_pretrained(part)
         part.rename(start)

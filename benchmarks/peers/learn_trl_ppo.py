@@ -76,5 +76,6 @@ with tempfile.TemporaryDirectory() as folder:
         optimizers=(optimizer, scheduler),
         callbacks=[watcher(run, 1, policy)],
     )
+    trainer.accelerator.gradient_accumulation_steps = 1  # else it makes one step of all train batches of an epoch
     run.begin(policy)
     trainer.train()

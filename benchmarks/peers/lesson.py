@@ -106,7 +106,7 @@ class Run:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(self.lesson.start, padding_side='left')
         if self.tokenizer.unk_token:  # a chat contains end tokens, and TRL masks tokens equal to the padding token
             self.tokenizer.pad_token = self.tokenizer.unk_token
-        self.reward = (sentiment_reward if self.lesson.classifier else additions_reward)(self.lesson)
+        self.reward = (sentiment_reward if self.lesson.task == 'sentiment' else additions_reward)(self.lesson)
         self.texts = [row['text'] for row in rows(self.lesson.prompts)]
         self.held_out = [row['text'] for row in rows(self.lesson.held_out)]
         self.curve: list[dict[str, float]] = []

@@ -145,8 +145,8 @@ class RemoteEngine(CheckedEngine):
         chunk_size: maximum number of prompts that are sent to one worker together. None sends each call to a single
             worker, with the same bits as a `LocalEngine` on a CPU; several workers are then busy only if several calls
             are in progress.
-        bucket_bytes: maximum number of bytes in a bucket of weights. Two buckets exist at a time beside the trainer's
-            model, one beside a worker's.
+        bucket_bytes: maximum number of bytes in a bucket of weights. One bucket exists at a time beside the trainer's
+            model (two with the store) and one beside a worker's.
         max_restarts: number of consecutive deaths of a worker, without an answer in between, that are tolerated.
         engine_options: keyword arguments of the workers' `LocalEngine`.
         weight_transfer: 'tcp' sends weights over connections from every rank to every worker; 'store' by

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,21 @@ def at_address(address: int, size: int) -> torch.Tensor:
 
 
 def test_vllm_loads_buckets_that_a_rank_sends_to_its_processes(llama, monkeypatch):
-    """By NCCL, here gloo, in a group that is kept, and by IPC, here an address."""
+    """By NCCL, here gloo, in a group that is kept, and by IPC, here an address, also after sending has failed."""
     for module in (vllm_links, vllm_worker):
         monkeypatch.setattr(module, 'join_group', Group)
-    monkeypatch.setattr(vllm_links, 'handle_of', lambda bucket: (bucket.data_ptr(), len(bucket)))
+    monkeypatch.setattr(vllm_links, 'STOPPING_S', 2.0)
     monkeypatch.setattr(vllm_worker, 'bucket_of', lambda handle, device: at_address(*handle))
     model, cpu, link = llama(), torch.device('cpu'), None
     worker = VLLMWorker(VLLMSpec(**vars(ModelSpec.of(model)), tensor_parallel=0), OPTIONS)
-    for version, way in enumerate(('nccl', 'nccl', 'ipc')):
+    for version, way in enumerate(('nccl', 'nccl', 'ipc', 'ipc')):
+        fails, handles = version == 2, []
+
+        def handle_of(bucket: torch.Tensor, fails: bool = fails, handles: list[int] = handles) -> tuple[int, int]:
+            handles.append(1 // (3 - len(handles)) if fails else 0)
+            return bucket.data_ptr(), len(bucket)
+
+        monkeypatch.setattr(vllm_links, 'handle_of', handle_of)
         tensors, handshake = checkpoint_tensors(model), Handshake.of(Actor(model), 'VLLMWorker')
         manifest = plan_buckets(tensors, version=version, handshake=handshake, bucket_bytes=10_000)
         address = worker.listen()
@@ -177,8 +185,15 @@ def test_vllm_loads_buckets_that_a_rank_sends_to_its_processes(llama, monkeypatc
         with ThreadPoolExecutor(1) as pool:
             received = pool.submit(worker.receive_from, manifest, way)
             connections = connect({0: address}, 0)
-            vllm_links.broadcast([link], connections, fill_buckets(manifest, tensors), cpu)
-            close(connections)
+            try:
+                with pytest.raises(RuntimeError, match='by ipc: ZeroDivisionError') if fails else nullcontext():
+                    vllm_links.broadcast([link], connections, fill_buckets(manifest, tensors), cpu)
+            finally:
+                close(connections)
+            if fails:
+                with pytest.raises(ConnectionError, match='ended before all of its weights were here'):
+                    received.result()
+                continue
             received.result()
         call = Call.of(prompts(), WARM, seed=5, indices=range(5))
         packed = worker.generate(Request.of(version, call, whole=False))

@@ -57,6 +57,3 @@ def perturb(model: nn.Module) -> None:
             parameter.add_(
                 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
             )
-
-
-# ---------------------------------------------------------------------- samples

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -216,10 +216,11 @@ class GlooCommunicator:
         options = BroadcastOptions()
         options.rootRank = src
         self.group.broadcast([tensor], options).wait()
-        die = os.environ.get('STAND_IN_DIES', '')
-        if os.path.exists(die) and self.rank == 2:
-            os.remove(die)
-            os._exit(1)
+        die = os.environ.get('STAND_IN_DIES')
+        if die and self.rank == 2:
+            with suppress(FileNotFoundError):  # another worker may have removed it, and dies alone
+                os.remove(die)
+                os._exit(1)
 
     def destroy(self) -> None:
         self.group = None
