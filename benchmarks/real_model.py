@@ -89,16 +89,18 @@ def main() -> None:
     for folder in args.folders:
         found = json.loads((folder / 'results.json').read_text())
         task = ' '.join(filter(None, (found['task'], args.data)))
-        kept[f'{task} {found["seed"]}'] = found | {'task': task}
+        shown = found['samples'] if task in TASKS else []  # not the dialogues of preference data, some unpleasant
+        kept[f'{task} {found["seed"]}'] = found | {'task': task, 'samples': shown}
         harness.write_json(harness.RESULTS / RECORDS, kept)
     if not kept:
         parser.error('there are no results; give a folder')
     tables = {}
     for task in dict.fromkeys(record['task'] for record in kept.values()):
         records = [kept[key] for key in sorted(kept) if kept[key]['task'] == task]
+        tables[task] = table(records)
         if task in TASKS:
             draw(task, records)
-        tables |= {f'{task}': table(records), f'samples of {task}': samples(records[0])}
+            tables[f'samples of {task}'] = samples(records[0])
     harness.write_page(PAGE, **tables)
 
 
