@@ -87,7 +87,7 @@ class Task:
             found.write_text(json.dumps(used))
         evaluated, phases = RunFolder(folder).eval, RunFolder(folder).metrics
         metric = metric or 'eval/score_mean'
-        scores = [(row['step'], row[metric]) for row in (*evaluated, *phases) if metric in row]
+        scores = list({row['step']: row[metric] for row in (*evaluated, *phases) if metric in row}.items())
         row: dict[str, Any] = {'run': run}
         if scores:
             row |= {'before': scores[0][1]} if scores[0][0] == 0 else {}
