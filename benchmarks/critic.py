@@ -1,13 +1,15 @@
-"""Compares PPO and its critic with critic-free methods at equal episodes and equal CPU seconds, on two tasks.
+"""Compares PPO and its critic with critic-free methods at equal episodes and equal CPU seconds, on three tasks.
 
     python benchmarks/critic.py lake                                 # tunes, then compares; what is on file is not repeated
+    python benchmarks/critic.py sums --start FOLDER                  # of SmolLM2: examples/real_model/model.py
     python benchmarks/critic.py additions --start FOLDER --prompts FILE --held_out FILE
     python benchmarks/critic.py --page                               # the page of earlier measurements
 
 lake: a slippery lake of 5 x 5 cells with holes, after FrozenLake of Gymnasium. The policy moves up to twelve times,
 each move goes astray with probability 0.2, and it gets 1 at the end if it has reached the goal, else 0. A GPT-2 of
-2 layers x 64 first imitates random moves. additions: SmolLM2 after two epochs of SFT on the files of
-`examples/real_model/additions.py --files FOLDER --digits 3`, its upper eight blocks; 1 for a right sum.
+2 layers x 64 first imitates random moves. sums: the task of `sums.py`. additions: SmolLM2 after two epochs of SFT on the
+files of `examples/real_model/additions.py --files FOLDER --digits 3`; 1 for a right sum. Of SmolLM2 the upper eight
+blocks learn.
 
 Each method has six trials with one seed: two learning rates, and three kinds of critic or group. The trial with the
 highest mean score over its run is repeated with five other seeds. CPU seconds are those of the process, the critic's

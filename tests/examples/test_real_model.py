@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -68,13 +69,18 @@ def test_an_answer_is_right_by_its_last_number():
     assert right(['?'] * 5, responses, answer=[42, 42, 1042, 42, 42]) == [1.0, 0.0, 1.0, 0.0, 0.0]
 
 
-def test_no_question_is_in_two_files(tmp_path):
-    from additions import write_files
+@pytest.mark.parametrize(('digits', 'count'), [(2, 2300), (3, 2400)])
+def test_no_question_is_in_two_files(tmp_path, digits, count):
+    from additions import right, write_files
 
-    write_files(tmp_path, seed=3)
+    write_files(tmp_path, seed=3, digits=digits)
     rows = [json.loads(line) for path in tmp_path.glob('*.jsonl') for line in path.read_text().splitlines()]
     asked = [(row.get('messages') or row['prompt'])[0]['content'] for row in rows]
-    assert len(asked) == len(set(asked)) == 2300
+    assert len(asked) == len(set(asked)) == count
+    assert all(re.fullmatch(rf'What is \d{{{digits}}} \+ \d{{{digits}}}\?', question) for question in asked)
+    for turns in (row['messages'] for row in rows if 'messages' in row):
+        numbers = [int(number) for number in re.findall(r'\d+', turns[0]['content'])]
+        assert right(['?'], [turns[1]['content']], answer=[sum(numbers)]) == [1.0]
     assert all(str(row['answer']) not in row['prompt'][0]['content'] for row in rows if 'answer' in row)
 
 

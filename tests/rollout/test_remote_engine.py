@@ -223,29 +223,31 @@ def test_a_worker_that_dies_whenever_it_is_given_weights_ends_the_run():
 def test_two_buckets_exist_beside_the_trainers_model_and_one_beside_a_workers(monkeypatch, weight_transfer):
     """Every bucket has the memory of `bucket_buffer`, or is a copy in the store."""
     size = 4096
-    made = Buffers(monkeypatch)
+    sent, received = Buffers(monkeypatch, wire), Buffers(monkeypatch, connection)
     actor, pool = actor_of(), InProcessWorkers(2)
     with RemoteEngine(pool, bucket_bytes=size, weight_transfer=weight_transfer) as engine:
         for _ in range(2):
             engine.begin(actor)
-            assert (made.live_bytes, pool.live_bytes) == (0, 0), 'nothing is kept after a version has been sent'
+            live = (sent.live_bytes, received.live_bytes, pool.live_bytes)
+            assert live == (0, 0, 0), 'nothing is kept after a version has been sent'
             engine.submit(call_of(prompts()))
             engine.end()
             perturb(actor)
     weights = sum(p.numel() * p.element_size() for p in actor.parameters())
     assert weights > 10 * size
     if weight_transfer == 'store':
-        assert made.most_live_bytes == size and pool.most_live_bytes == size and pool.num_puts > 20
-    else:  # both ends of a connection are threads of this process, and workers receive one after another
-        assert size <= made.most_live_bytes <= 2 * size and pool.num_puts == 0
+        assert (sent.most_live_bytes, received.most_live_bytes) == (size, 0)
+        assert pool.most_live_bytes == size and pool.num_puts > 20
+    else:  # workers receive one after another
+        assert (sent.most_live_bytes, received.most_live_bytes) == (size, size) and pool.num_puts == 0
 
 
 class Buffers:
-    """Counts the bytes of buckets that exist."""
+    """Counts the bytes of the buckets of a module that exist."""
 
-    def __init__(self, monkeypatch: Any) -> None:
+    def __init__(self, monkeypatch: Any, module: Any) -> None:
         self.live_bytes = self.most_live_bytes = 0
-        make = wire.bucket_buffer
+        make = module.bucket_buffer
 
         def counted(num_bytes: int, **options: Any) -> torch.Tensor:
             buffer = make(num_bytes, **options)
@@ -254,8 +256,7 @@ class Buffers:
             weakref.finalize(buffer, self._free, num_bytes)
             return buffer
 
-        for module in (wire, connection):
-            monkeypatch.setattr(module, 'bucket_buffer', counted)
+        monkeypatch.setattr(module, 'bucket_buffer', counted)
 
     def _free(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
