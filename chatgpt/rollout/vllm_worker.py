@@ -9,6 +9,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
 from multiprocessing.connection import Connection
@@ -111,9 +112,10 @@ class VLLMWorker(Worker):
     def receive_from(self, manifest: Manifest, way: str) -> None:
         """Receives a version of the weights from the GPU of the rank that connects to the address of the latest
         `listen`, by 'nccl' or 'ipc'."""
-        self.start_loading(manifest)
-        self._group = b''  # until all is here
-        (connection,) = self._listening().accept(1).values()
+        with closing(self._listening()) as listener:
+            self.start_loading(manifest)
+            self._group = b''  # until all is here
+            (connection,) = listener.accept(1).values()
         with connection, messages(connection) as rank:
             try:
                 (self._broadcast if way == 'nccl' else self._share)(manifest, rank)
@@ -208,6 +210,7 @@ def name_of_device(device: torch.device) -> str:
 
 def _end_update(worker: Any) -> None:
     """Ends an update of weights that has failed, as vLLM does for those that it receives itself."""
+    worker = worker.worker  # vLLM passes a wrapper, on which an assignment would stay
     if worker._weight_update_active:
         worker._weight_update_active = False
         worker.weight_transfer_engine.reset_weight_update_target()

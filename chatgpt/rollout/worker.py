@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -60,9 +61,10 @@ class Worker(ABC):
     def receive(self, manifest: Manifest, num_ranks: int) -> None:
         """Receives a version of the weights from ranks that connect to the address of the latest `listen`, rank r
         buckets r, r + num_ranks, ..."""
-        self.start_loading(manifest)
-        for number, bucket in enumerate(self._listening().buckets(manifest, num_ranks)):
-            self.load(manifest, number, bucket)
+        with closing(self._listening()) as listener:  # also ends connections that were not accepted before an error
+            self.start_loading(manifest)
+            for number, bucket in enumerate(listener.buckets(manifest, num_ranks)):
+                self.load(manifest, number, bucket)
         self.finish_loading()
 
     def _listening(self) -> Listener:

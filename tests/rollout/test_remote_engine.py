@@ -28,6 +28,7 @@ from chatgpt.rollout import (
 )
 from chatgpt.rollout.handshake import Handshake
 from chatgpt.rollout.wire import ModelSpec, fill_buckets, fitted, plan_buckets, policy_tensors, write_bucket
+from chatgpt.rollout.worker import RolloutWorker
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
 
@@ -327,6 +328,20 @@ def test_a_weight_that_does_not_fit_is_named():
         hollow = GPTActor(config=tiny_config('gpt2'))
     with pytest.raises(ValueError, match='full_model'), RemoteEngine(InProcessWorkers()) as engine:
         engine.begin(hollow)
+
+
+def test_a_worker_that_refuses_a_version_ends_the_connections_of_the_ranks():
+    model, other = tiny_causal_lm('gpt2'), tiny_causal_lm('gpt2', hidden=16)
+    worker = RolloutWorker(ModelSpec.of(model), {})
+    addresses = {0: worker.listen()}
+    ranks = [connection.connect(addresses, rank)[0] for rank in range(2)]
+    with pytest.raises(ValueError, match='wte.weight'):
+        worker.receive(plan_buckets(policy_tensors(other), version=1, handshake=NO_HANDSHAKE), len(ranks))
+    for rank in ranks:
+        rank.settimeout(10.0)
+        with pytest.raises(ConnectionResetError):
+            rank.recv(1)
+        rank.close()
 
 
 # ---------------------------------------------------------------------- refusals

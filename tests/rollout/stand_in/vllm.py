@@ -89,8 +89,9 @@ class LLM:
         self, method: str | Callable[..., Any], timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> list[Any]:
         def call(worker: Worker) -> Any:
-            function = method if callable(method) else getattr(Worker, method)
-            return function(worker, *args, **(kwargs or {}))
+            if callable(method):
+                return method(worker.wrapper, *args, **(kwargs or {}))
+            return getattr(worker, method)(*args, **(kwargs or {}))
 
         return list(self.threads.map(call, self.workers))
 
@@ -150,10 +151,21 @@ class ParallelLMHead:
     pass
 
 
+class WorkerWrapper:
+    """What functions are given in place of the worker: it has the worker's attributes, and those that it is assigned."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+
 class Worker:
     """A rank, with a flat shard of each weight."""
 
     def __init__(self, vllm_config: Any, rank: int, llm: Any) -> None:
+        self.wrapper = WorkerWrapper(self)
         self.vllm_config = vllm_config
         self.rank, self.llm = rank, llm
         self.device = torch.device('cpu')
