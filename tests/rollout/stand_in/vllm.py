@@ -152,7 +152,7 @@ class ParallelLMHead:
 
 
 class WorkerWrapper:
-    """What functions are given in place of the worker: it has the worker's attributes, and those that it is assigned."""
+    """What functions are given in place of the worker: it has the worker's attributes and those that it is assigned."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
