@@ -46,10 +46,11 @@ BATCHES = (4, 16)
 
 
 def files(folder: Path, demonstrations: Path) -> dict[str, str]:
-    """Writes preference pairs and a reward function; returns the values of placeholders in commands."""
+    """Writes preference pairs, of which the answers differ from the first token on, and a reward function. Returns the
+    values of placeholders in commands."""
     rows = [json.loads(line)['messages'] for line in demonstrations.read_text().splitlines()]
     pairs = [
-        {'prompt': question['content'], 'chosen': answer['content'], 'rejected': answer['content'][:-3] + '11.'}
+        {'prompt': question['content'], 'chosen': answer['content'], 'rejected': f'No, {answer["content"][:-3]}11.'}
         for question, answer in rows
     ]
     (folder / 'pairs.jsonl').write_text(''.join(json.dumps(pair) + '\n' for pair in pairs))
