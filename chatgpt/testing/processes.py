@@ -10,12 +10,13 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ _WARM += ['chatgpt.trainer', 'chatgpt.strategies', 'chatgpt.testing.conformance'
 
 
 def free_port() -> int:
-    """Returns an unused TCP port."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
+    """Returns an unused TCP port, none of those that the kernel hands to other programs before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

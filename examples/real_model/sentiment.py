@@ -19,7 +19,7 @@ from tasks import Task, task_parser
 from chatgpt.launch.arguments import run_main
 
 NUM_REVIEWS, NUM_HELD_OUT, NUM_WORDS = 1500, 300, 5
-ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
+ONLINE = ['--num_episodes=1', '--update_timesteps=1', '--eval_interval=4']
 UPPER = ['--num_layers_unfrozen=8']
 METHODS = {
     'ppo': ('ppo', ['--experience_batch_size=64', '--critic=shared', *UPPER]),
@@ -27,7 +27,7 @@ METHODS = {
     'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
     'ppo_all': ('ppo', ['--experience_batch_size=64']),
 }
-"""64 responses per phase, 8 phases. Trained are the top eight of thirty layers, or adapters, or all weights of the
+"""64 responses per phase. Trained are the top eight of thirty layers, or adapters, or all weights of the
 policy and a separate critic"""
 
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser = task_parser(__doc__, 'outputs/sentiment')
     parser.add_argument('reviews', type=Path)
     parser.add_argument('--runs', nargs='+', choices=list(METHODS), default=list(METHODS), help='runs to make')
+    parser.add_argument('--phases', type=int, default=16)
     parser.add_argument('--reward_model', help='folder of a reward model, instead of training one')
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.reviews.read_text().splitlines()]
@@ -47,7 +48,7 @@ def main() -> None:
     held_out, data = task.write('held_out.jsonl', prompts[:100]), task.write('prompts.jsonl', prompts[100:])
     words = ['--validation_file', other, '--max_epochs=1', *plain]
     reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='rm/val_accuracy')
-    scored = ['--reward_model', reward, '--max_new_tokens=24', *plain]
+    scored = ['--reward_model', reward, '--max_new_tokens=24', f'--max_timesteps={args.phases}', *plain]
     for name in args.runs:
         method, own = METHODS[name]
         task.learn(name, method, data, '--validation_file', held_out, *scored, *ONLINE, *own)

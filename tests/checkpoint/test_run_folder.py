@@ -123,7 +123,7 @@ def test_killed_at_random_moments(tmp_path):
         ready = fork.Event()
         saver = fork.Process(target=save_for_ever, args=(tmp_path, ready), daemon=True)
         saver.start()
-        ready.wait()
+        until(ready.is_set)
         with pytest.raises(CheckpointError, match=f'process {saver.pid} on'):
             claim_folder(tmp_path)
         until(lambda last=before: (steps(tmp_path) or [0])[-1] >= last + 2)

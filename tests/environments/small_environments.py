@@ -186,6 +186,6 @@ class Interrupts(Environment):
         trainer = os.getpid() if 'torch' in sys.modules else os.getppid()
         for _ in range(2):
             os.kill(trainer, signal.SIGINT)
-            time.sleep(0.2)
+            time.sleep(1.0)  # two signals at once are one for Python
         NEVER.wait(20)
         return 'late', 0.0, True, False, {}

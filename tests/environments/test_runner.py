@@ -64,7 +64,7 @@ def children(pid=None):
 def is_there(pid):
     try:
         return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # also if it ends between opening and reading
         return False
 
 

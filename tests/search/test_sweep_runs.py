@@ -95,7 +95,7 @@ def test_two_sweeps_in_a_folder_and_a_killed_sweep(tmp_path):
     assert not is_free(run)
     first.kill()
     first.communicate()
-    until(lambda: is_free(run), 60)
+    until(lambda: is_free(run))
     phases = len(lines(run / 'metrics.jsonl'))
     process = start(tmp_path, content)
     output, _ = process.communicate()

@@ -236,8 +236,8 @@ def test_a_frozen_rank_is_named_too():
             strategy.barrier()
             print('ready', flush=True)
             if rank == 1:
-                asleep.set('asleep', '1')
                 os.system(f'(while kill -0 {pids[0]}; do sleep 0.2; done; kill -KILL {pids[1]}) >/dev/null 2>&1 &')
+                asleep.set('asleep', '1')
                 os.kill(os.getpid(), signal.SIGSTOP)
             strategy.all_reduce(torch.ones(3))
         """,

@@ -100,6 +100,7 @@ class Peak:
             time.sleep(0.001)
 
     def __exit__(self, *_):
+        self.highest = max(self.highest, anonymous_kib())  # the thread may not have run
         self.over.set()
         self.thread.join()
         self.mib = (self.highest - self.start) / 1024
