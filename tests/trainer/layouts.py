@@ -102,7 +102,7 @@ def _run(legs: list[Leg]) -> list[Log]:
     return [run_leg(leg) for leg in legs]
 
 
-def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
+def run_legs(legs: list[Leg], timeout_s: float = 1200.0) -> list[Log]:
     """Runs legs in order, consecutive ones of a world size in the same processes; returns the log of rank 0 of each."""
     logs: list[Log] = []
     while len(logs) < len(legs):
