@@ -51,11 +51,15 @@ def setup_of(inputs: Inputs) -> Setup:
         **this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun, CriticRun)):
-        sequences = [sequence for record in inputs.train for sequence in sequences_of(record)]
-        response = max(len(s.response_ids) for s in sequences)
-        longest = max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
-        others |= {'max_prompt_tokens': max(longest - response, 1), 'max_new_tokens': response}
-        others['shared_prompt_tokens'] = shared_tokens(torch.cat((s.prompt_ids, s.response_ids)) for s in sequences)
+        records, response = [], 1
+        for record in map(sequences_of, inputs.train):
+            records.append([torch.cat((s.prompt_ids, s.response_ids)) for s in record])
+            # a run computes once what the answers to a prompt have in common
+            common = shared_tokens(records[-1]) if len(record) > 1 else len(record[0].prompt_ids)
+            response = max(response, *(len(ids) - common for ids in records[-1]))
+        every = [ids for own in records for ids in own]
+        others |= {'max_prompt_tokens': max(max(map(len, every)) - response, 1), 'max_new_tokens': response}
+        others['shared_prompt_tokens'] = shared_tokens(every)
         return Setup.of(run, task='sft' if isinstance(run, SFTRun) else run.trained, **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)

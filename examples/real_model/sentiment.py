@@ -27,15 +27,15 @@ METHODS = {
     'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
     'ppo_all': ('ppo', ['--experience_batch_size=64']),
 }
-"""64 responses per phase. Trained are the top eight of thirty layers, or adapters, or all weights of the
-policy and a separate critic"""
+"""64 responses per phase. Trained are the top eight of thirty layers, or adapters, or all weights of the policy and a
+separate critic"""
 
 
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/sentiment')
     parser.add_argument('reviews', type=Path)
     parser.add_argument('--runs', nargs='+', choices=list(METHODS), default=list(METHODS), help='runs to make')
-    parser.add_argument('--phases', type=int, default=16)
+    parser.add_argument('--phases', type=int, default=16, help='phases of 64 responses')
     parser.add_argument('--reward_model', help='folder of a reward model, instead of training one')
     args = parser.parse_args()
     rows = [json.loads(line) for line in args.reviews.read_text().splitlines()]

@@ -68,6 +68,12 @@ def test_examples_count_as_long_as_the_longest_of_the_data(tmp_path, no_weights)
         total = setup.max_prompt_tokens + setup.max_new_tokens
         assert total == max(len(s.prompt_ids) + len(s.response_ids) for s in sequences)
 
+    # what both answers begin with counts as the prompt
+    pair = '{"prompt": "aaa", "chosen": "ddddddb", "rejected": "ddddddcccc"}\n'
+    (tmp_path / 'pairs.jsonl').write_text(pair * 2)
+    again = planning.setup_of(read_inputs(run))
+    assert again.max_new_tokens == setup.max_new_tokens and again.max_prompt_tokens == setup.max_prompt_tokens + 6
+
 
 def test_a_run_that_does_not_fit_gets_advice(monkeypatch, capsys, tmp_path, no_weights):
     small = planning.this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}

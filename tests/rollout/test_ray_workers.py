@@ -124,7 +124,7 @@ def test_weights_larger_than_the_object_store_go_through_it_and_an_actor_that_ha
     """Three versions of 97 MB go through a store of 80 MB, in which one bucket exists at a time."""
     actor = Actor(tiny_causal_lm('gpt2', hidden=512, layers=1, heads=2, positions=32, vocab_size=40960))
     assert sum(p.numel() * p.element_size() for p in actor.parameters()) > 80 << 20
-    with RemoteEngine(RayWorkers(1), max_restarts=0, weight_transfer='store', bucket_bytes=1 << 20) as big:
+    with RemoteEngine(RayWorkers(1), max_restarts=0, weight_transfer='store', bucket_bytes=8 << 20) as big:
         for _ in range(2):
             big.begin(actor)
             big.generate(Call.of(prompts(2), SamplingParams(max_new_tokens=1), seed=5, indices=range(2)))

@@ -102,7 +102,7 @@ def _run(legs: list[Leg]) -> list[Log]:
     return [run_leg(leg) for leg in legs]
 
 
-def run_legs(legs: list[Leg], timeout_s: float = 1200.0) -> list[Log]:
+def run_legs(legs: list[Leg]) -> list[Log]:
     """Runs legs in order, consecutive ones of a world size in the same processes; returns the log of rank 0 of each."""
     logs: list[Log] = []
     while len(logs) < len(legs):
@@ -110,9 +110,7 @@ def run_legs(legs: list[Leg], timeout_s: float = 1200.0) -> list[Log]:
         world_size = LAYOUTS[rest[0].layout][1]
         group = rest[: next((i for i, leg in enumerate(rest) if LAYOUTS[leg.layout][1] != world_size), len(rest))]
         alone = world_size == 1
-        logs += (
-            _run(group) if alone else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
-        )
+        logs += _run(group) if alone else run_distributed(_run, world_size, group, timeout_s=1200.0, init_group=True)[0]
     return logs
 
 
@@ -205,7 +203,7 @@ def every_pair(folder: Path, names: list[str] | None = None) -> dict[tuple[str, 
         for a in names:
             target = folder / f'{a} to {b}'
             legs[target.name] = Leg(layout=b, until=TOTAL, total=TOTAL, source=folder / a, target=target)
-    logs = dict(zip(legs, run_legs(list(legs.values()), timeout_s=1200.0), strict=True))
+    logs = dict(zip(legs, run_legs(list(legs.values())), strict=True))
     return {(a, b): _cell(folder, logs, a, b) for a in names for b in names}
 
 
