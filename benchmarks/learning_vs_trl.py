@@ -45,7 +45,7 @@ SIDES = {
 }
 """side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
-RATES, KLS, SEEDS = (1e-5, 3e-5, 1e-4), (0.0, 0.02, 0.1), (1, 2, 3)
+RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 24, 'sums': sums.NEW_TOKENS}
 SPEED = {'lr': 1e-5, 'kl_coef': 0.05, 'cpu_seconds': 100.0, 'every': 1e9}
 """settings of a run that measures speed; no run of the search has this KL coefficient"""
@@ -159,23 +159,24 @@ def page(results: harness.Results) -> None:
 
 def speed(results: harness.Results) -> str:
     """Returns the table of CPU seconds per update and peak memory, with ratios within a round."""
-    costs: dict[str, list[float]] = {}
-    peaks: dict[str, list[float]] = {}
+    costs: dict[tuple[str, str], list[float]] = {}
+    peaks: dict[tuple[str, str], list[float]] = {}
     for record in results.values():
         if record['kl_coef'] == SPEED['kl_coef']:
-            last = record['curve'][-1]
-            costs.setdefault(record['side'], []).append(last['cpu_s'] / last['updates'])
-            peaks.setdefault(record['side'], []).append(last['peak_gib'])
+            last, key = record['curve'][-1], (record['task'], record['side'])
+            costs.setdefault(key, []).append(last['cpu_s'] / last['updates'])
+            peaks.setdefault(key, []).append(last['peak_gib'])
     rows = []
-    for side, (_, _, name) in SIDES.items():
-        if side not in costs:
+    for task, side in product(dict.fromkeys(task for task, _ in costs), SIDES):
+        key = task, side
+        if key not in costs:
             continue
-        ours = next((own for own, theirs in RIVALS.items() if side in theirs), None)
-        faster = harness.least_median_greatest(harness.ratios(costs[side], costs[ours])) if ours else ''
-        memory = harness.least_median_greatest(harness.ratios(peaks[ours], peaks[side])) if ours else ''
-        rows.append([name, len(costs[side]), f'{statistics.median(costs[side]):.0f}'])
-        rows[-1] += [f'{statistics.median(peaks[side]):.1f}', faster, memory]
-    head = ['side', 'rounds', 'CPU s per update', 'peak GiB', 'theirs / ours, CPU s', 'ours / theirs, peak']
+        own = next(((task, own) for own, theirs in RIVALS.items() if side in theirs), None)
+        faster = harness.least_median_greatest(harness.ratios(costs[key], costs[own])) if own else ''
+        memory = harness.least_median_greatest(harness.ratios(peaks[own], peaks[key])) if own else ''
+        rows.append([task, SIDES[side][2], len(costs[key]), f'{statistics.median(costs[key]):.0f}'])
+        rows[-1] += [f'{statistics.median(peaks[key]):.1f}', faster, memory]
+    head = ['task', 'side', 'rounds', 'CPU s per update', 'peak GiB', 'theirs / ours, CPU s', 'ours / theirs, peak']
     return harness.markdown(head, rows)
 
 

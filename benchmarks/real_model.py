@@ -17,6 +17,7 @@ import harness
 RECORDS, PAGE = 'real_model.json', 'real_model.md'
 TASKS = {'additions': 'real_model.png', 'sentiment': 'real_sentiment.png'}
 """tasks with a plot of scores and KL"""
+METHODS = ('sft', 'reward_model', 'dpo', 'ppo', 'grpo')
 SCORES = {'additions': 'share of held-out sums right', 'sentiment': 'held-out reward'}
 
 
@@ -42,6 +43,20 @@ def table(records: list[dict[str, Any]]) -> str:
         'run | seeds | before | after | gain | after, sampled | KL, nats per response | tokens | CPU minutes | peak GiB'
     )
     return harness.markdown(head, rows)
+
+
+def methods(tasks: dict[str, list[dict[str, Any]]]) -> str:
+    """Returns the table method x task: held-out score before -> after, means over seeds."""
+    rows = []
+    for name in METHODS:
+        cells = [name.replace('_', ' ')]
+        for records in tasks.values():
+            own = [row for record in records for row in record['rows'] if row['run'] == name]
+            before = [row['before'] for row in own if 'before' in row]
+            parts = [statistics.mean(values) for values in (before, [row['score'] for row in own]) if values]
+            cells.append(' → '.join(f'{part:.3f}' for part in parts))
+        rows.append(cells)
+    return harness.markdown(['method', *tasks], rows)
 
 
 def score_of(rows: list[dict[str, Any]]) -> str:
@@ -94,9 +109,10 @@ def main() -> None:
         harness.write_json(harness.RESULTS / RECORDS, kept)
     if not kept:
         parser.error('there are no results; give a folder')
-    tables = {}
-    for task in dict.fromkeys(record['task'] for record in kept.values()):
-        records = [kept[key] for key in sorted(kept) if kept[key]['task'] == task]
+    names = dict.fromkeys(record['task'] for record in kept.values())
+    tasks = {name: [kept[key] for key in sorted(kept) if kept[key]['task'] == name] for name in names}
+    tables = {'methods': methods(tasks)}
+    for task, records in tasks.items():
         tables[task] = table(records)
         if task in TASKS:
             draw(task, records)

@@ -93,7 +93,8 @@ def sentiment_reward(lesson: Lesson) -> Any:
 
 
 class Run:
-    """The measurement of a run: its reward, its prompts, and the held-out score at intervals of CPU seconds."""
+    """The measurement of a run: its reward, its prompts, and at intervals of CPU seconds the mean score of responses to
+    held-out prompts, sampled at temperature 1."""
 
     def __init__(self) -> None:
         import torch
@@ -156,18 +157,24 @@ class Run:
         model.eval()
         end = self.tokenizer.eos_token_id
         how = GenerationConfig(
-            do_sample=False, max_new_tokens=self.lesson.new_tokens, eos_token_id=end, pad_token_id=end, use_cache=True
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=self.lesson.new_tokens,
+            eos_token_id=end,
+            pad_token_id=end,
+            use_cache=True,
         )
         scores, lengths = [], []
-        for first in range(0, len(self.held_out), 50):
-            texts = self.held_out[first : first + 50]
-            batch = self.tokenizer(texts, return_tensors='pt', padding=True, add_special_tokens=False)
-            batch.pop('token_type_ids', None)
-            with torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            for first in range(0, len(self.held_out), 50):
+                texts = self.held_out[first : first + 50]
+                batch = self.tokenizer(texts, return_tensors='pt', padding=True, add_special_tokens=False)
+                batch.pop('token_type_ids', None)
                 ids = model.generate(**batch, generation_config=how)[:, batch['input_ids'].shape[1] :]
-            responses = [self.text_of(row) for row in ids]
-            scores += self.reward(texts, responses)
-            lengths += [len(self.ids(response)) for response in responses]
+                responses = [self.text_of(row) for row in ids]
+                scores += self.reward(texts, responses)
+                lengths += [len(self.ids(response)) for response in responses]
         model.train(training)
         mean = {'score': sum(scores) / len(scores), 'length': sum(lengths) / len(lengths)}
         peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

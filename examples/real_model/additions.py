@@ -4,9 +4,9 @@
     python examples/real_model/additions.py [--out outputs/real] [--pretrain NAME_OR_FOLDER] [--seed 0]
 
 Sums of two numbers of two digits. SFT on 100 answers teaches the format, then PPO and GRPO, each from that model,
-reward correct answers. The final questions are in no training file. Prints its commands and a table, and writes the
-table to --out, with the folders and report.html of the runs. Without --pretrain the model is converted from a wheel
-(model.py).
+reward correct answers; --runs adds DPO and a reward model, from pairs of a right and a wrong answer that the SFT model
+sampled. The final questions are in no training file. Prints its commands and a table, and writes the table to --out,
+with the folders and report.html of the runs. Without --pretrain the model is converted from a wheel (model.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tasks import Task, task_parser
 from chatgpt.launch.arguments import run_main
 
 NUM_DEMONSTRATIONS, NUM_PROMPTS, NUM_HELD_OUT = 100, 2000, 200
+NUM_ASKED = 400
+"""questions whose sampled answers make pairs"""
 RESPONSES = ['--max_new_tokens=12']
 SFT = ['--train_batch_size=8', '--max_epochs=1']
 ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--num_layers_unfrozen=8']
@@ -63,6 +65,8 @@ def main() -> None:
     parser = task_parser(__doc__, 'outputs/real')
     parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions')
     parser.add_argument('--digits', type=int, choices=(2, 3), default=2, help='with --files: digits of each number')
+    names = [*METHODS, 'dpo', 'reward_model']
+    parser.add_argument('--runs', nargs='+', choices=names, default=list(METHODS), help='runs after SFT')
     args = parser.parse_args()
     if args.files:
         args.files.mkdir(parents=True, exist_ok=True)
@@ -72,16 +76,30 @@ def main() -> None:
     task = Task('additions', args)
     write_files(task.out, args.seed)
     held_out, reward = task.path('held_out.jsonl'), ['--reward_fn', f'{__file__}:right', *RESPONSES]
-    task.rows.append({'run': 'as it is', 'score': task.score(task.start, 'before', held_out, *reward)})
+    task.rows.append({'run': 'as it is'})
     sft = task.learn('sft', 'sft', task.path('demonstrations.jsonl'), *SFT)
-    for method, own in METHODS.items():
-        words = ['--validation_file', held_out, *reward, *ONLINE, *own]
-        task.learn(method, method, task.path('prompts.jsonl'), *words, start=sft)
-    task.rows[1]['score'] = task.rows[2]['before']
-    models = {'as it is': task.start, 'sft': sft, **{method: task.path(f'{method}/actor') for method in METHODS}}
-    for row, (name, model) in zip(task.rows, models.items(), strict=True):
-        row['sampled'] = task.score(model, f'{name}_sampled', held_out, *reward, '--temperature=1')
+    models = {'as it is': task.start, 'sft': sft}
+    for name in args.runs:
+        if name in METHODS:
+            words = ['--validation_file', held_out, *reward, *ONLINE, *METHODS[name]]
+            models[name] = task.learn(name, name, task.path('prompts.jsonl'), *words, start=sft)
+            continue
+        asked = [json.loads(line) for line in Path(task.path('prompts.jsonl')).read_text().splitlines()]
+        pairs = task.pairs('pairs', sft, asked[:NUM_ASKED], *reward)
+        kept = task.pairs('pairs_held_out', sft, asked[NUM_ASKED : NUM_ASKED * 3 // 2], *reward)
+        words = ['--validation_file', kept, '--max_epochs=1']
+        if name == 'dpo':
+            models[name] = task.learn(name, name, pairs, *words, start=sft)
+        else:
+            task.learn(name, 'reward-model', pairs, *words, start=sft, metric='rm/val_accuracy')
+    task.score_others({'as it is': task.start, 'sft': sft}, held_out, *reward)
+    task.score_others(models, held_out, *reward, start='sft')
+    for row in task.rows:
+        if model := models.get(row['run']):
+            row['sampled'] = task.score(model, f'{row["run"]}_sampled', held_out, *reward, '--temperature=1')
     about = f'share of {NUM_HELD_OUT} held-out additions that are right: greedily, and sampled at temperature 1'
+    if 'reward_model' in args.runs:
+        about += '; reward_model: share of held-out pairs in order'
     task.finish(about, held_out, models, *reward)
 
 

@@ -1,4 +1,5 @@
-"""Human preferences on a real model: a reward model and DPO from pairs of responses, and PPO with that reward model.
+"""Human preferences on a real model: a reward model and DPO from pairs of responses, PPO and GRPO with that reward
+model, and SFT on the chosen responses.
 
     python examples/real_model/preferences.py PAIRS.jsonl [--out outputs/preferences] [--pretrain NAME_OR_FOLDER]
 
@@ -25,7 +26,12 @@ from chatgpt.data import load_examples
 from chatgpt.launch.arguments import run_main
 
 ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
-ONLINE += ['--experience_batch_size=32', '--critic=shared', '--num_layers_unfrozen=8']
+ONLINE += ['--num_layers_unfrozen=8']
+METHODS = {
+    'ppo': ['--experience_batch_size=32', '--critic=shared'],
+    'grpo': ['--experience_batch_size=8', '--num_samples_per_prompt=4'],
+}
+"""32 responses per phase"""
 RESPONSES = ['--max_new_tokens=48']
 
 
@@ -64,7 +70,8 @@ def main() -> None:
     parser.add_argument('pairs', type=Path)
     parser.add_argument('--longest', type=int, default=192, help='maximum tokens of a conversation')
     parser.add_argument('--most', type=int, default=700, help='maximum number of pairs')
-    parser.add_argument('--no_ppo', action='store_true', help='only the reward model and DPO')
+    names = ['sft', 'dpo', 'ppo', 'grpo']
+    parser.add_argument('--runs', nargs='+', choices=names, default=['dpo', 'ppo'], help='runs after the reward model')
     args = parser.parse_args()
     task = Task('preferences', args)
     rows = rows_of(args.pairs, AutoTokenizer.from_pretrained(task.start), args.longest, args.most)
@@ -73,13 +80,19 @@ def main() -> None:
     held_out, pairs = task.write('pairs_held_out.jsonl', rows[:cut]), task.write('pairs.jsonl', rows[cut:])
     words = ['--validation_file', held_out]
     reward = task.learn('reward_model', 'reward-model', pairs, *words, '--max_epochs=1', metric='rm/val_accuracy')
-    models = {'as it is': task.start, 'dpo': task.learn('dpo', 'dpo', pairs, *words, metric='dpo/val_accuracy')}
     asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut]])
-    scored = ['--reward_model', reward, *RESPONSES]
-    if not args.no_ppo:
-        prompts = task.write('prompts.jsonl', [{'prompt': row['prompt']} for row in rows[cut:]])
-        models['ppo'] = task.learn('ppo', 'ppo', prompts, '--validation_file', asked, *scored, *ONLINE)
-    about = f'reward model, dpo: accuracy on {cut} held-out pairs; ppo: mean score by the reward model, greedily'
+    prompts = task.write('prompts.jsonl', [{'prompt': row['prompt']} for row in rows[cut:]])
+    scored, models = ['--reward_model', reward, *RESPONSES], {'as it is': task.start}
+    for name in args.runs:
+        if name == 'dpo':
+            models[name] = task.learn(name, name, pairs, *words, metric='dpo/val_accuracy')
+        elif name == 'sft':
+            chats = task.write('chosen.jsonl', [{'messages': row['prompt'] + row['chosen']} for row in rows[cut:]])
+            models[name] = task.learn(name, name, chats, '--max_epochs=1')
+        else:
+            models[name] = task.learn(name, name, prompts, '--validation_file', asked, *scored, *ONLINE, *METHODS[name])
+    task.score_others(models, asked, *scored)
+    about = f'reward model, dpo: accuracy on {cut} held-out pairs; others: mean score by the reward model, greedily'
     task.finish(about, asked, models, *scored)
 
 

@@ -77,6 +77,23 @@ class Task:
         command('evaluate', model, prompts, *words, '--output', file)
         return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
+    def pairs(self, name: str, model: str, prompts: list[dict[str, Any]], *words: str) -> str:
+        """Writes pairs of the model's own responses: of four to each prompt, sampled at temperature 1, the best and the
+        worst, where their scores differ. Returns the file, which is not written again."""
+        file, count = self.out / f'{name}.jsonl', 4
+        if file.is_file():
+            return str(file)
+        asked = self.write(f'{name}_prompts.jsonl', [row for row in prompts for _ in range(count)])
+        found, rows = self.answers(model, name, asked, '--temperature=1', *words), []
+        for i, row in enumerate(prompts):
+            own = sorted(found[count * i : count * (i + 1)], key=lambda answer: answer['score'])
+            if own[0]['score'] < own[-1]['score']:
+                texts = {'chosen': own[-1]['response'], 'rejected': own[0]['response']}
+                if not isinstance(row['prompt'], str):
+                    texts = {key: [{'role': 'assistant', 'content': text}] for key, text in texts.items()}
+                rows.append({'prompt': row['prompt'], **texts})
+        return self.write(file.name, rows)
+
     def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = '') -> str:
         """Makes one run. Its held-out `metric` (default: `eval/score_mean`) becomes a row of the table. Returns the
         folder of the model. A run that has ended in this folder is not repeated."""
@@ -99,6 +116,18 @@ class Task:
         curves = {key: [(m['step'], m[name]) for m in phases if name in m] for key, name in own.items()}
         self.curves[run] = {'score': scores, **curves}
         return str(folder / ('reward_model' if method == 'reward-model' else 'actor'))
+
+    def score_others(self, models: dict[str, str], prompts: str, *words: str, start: str = 'as it is') -> None:
+        """Gives a held-out score to the rows of `models` without one; their runs began with the model `start`."""
+        own = [row for row in self.rows if row['run'] in models and 'score' not in row]
+        if not own:
+            return
+        known = {row['run']: row['score'] for row in self.rows if 'score' in row}
+        for name in (start, *(row['run'] for row in own)):
+            if name not in known:
+                known[name] = self.score(models[name], name, prompts, *words)
+        for row in own:
+            row |= {'score': known[row['run']], **({'before': known[start]} if row['run'] != start else {})}
 
     def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
         """Prints the table and six samples of each model, and writes them to results.json and table.txt."""

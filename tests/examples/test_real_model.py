@@ -135,21 +135,35 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     import additions
 
     start = tiny_chat_model(tmp_path / 'start')
-    for name, count in (('NUM_DEMONSTRATIONS', 8), ('NUM_PROMPTS', 16), ('NUM_HELD_OUT', 8)):
+    counts = {'NUM_DEMONSTRATIONS': 8, 'NUM_PROMPTS': 16, 'NUM_HELD_OUT': 8, 'NUM_ASKED': 8}
+    for name, count in counts.items():
         monkeypatch.setattr(additions, name, count)
     monkeypatch.setattr(additions, 'RESPONSES', ['--max_new_tokens=4'])
     methods = {name: [*own, *SHORT] for name, own in additions.METHODS.items()}
     monkeypatch.setattr(additions, 'METHODS', methods)
     out = tmp_path / 'out'
-    found = results_of(additions, out, monkeypatch, '--pretrain', start)
+    (tmp_path / 'rewards.py').write_text(
+        'def vowels(prompts, responses, answer):\n    return [sum(c in "aeiou" for c in r) for r in responses]\n'
+    )
+    pairs = additions.Task.pairs  # a model that has learned nothing has no right sum
+    reward = ['--reward_fn', f'{tmp_path / "rewards.py"}:vowels', '--max_new_tokens=16']
+    monkeypatch.setattr(additions.Task, 'pairs', lambda self, *first: pairs(self, *first[:3], *reward))
+    names = ['ppo', 'grpo', 'dpo', 'reward_model']
+    found = results_of(additions, out, monkeypatch, '--pretrain', start, '--runs', *names)
     output = capfd.readouterr().out
-    assert [row['run'] for row in found['rows']] == ['as it is', 'sft', 'ppo', 'grpo']
+    assert [row['run'] for row in found['rows']] == ['as it is', 'sft', *names]
     assert all(0 <= row['score'] <= 1 for row in found['rows'])
     assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('What is ')
-    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo', 'grpo'}
-    assert all(0 <= row['sampled'] <= 1 for row in found['rows'])
-    assert set(found['curves']) == {'sft', 'ppo', 'grpo'} and len(found['curves']['ppo']['kl']) == 1
+    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo', 'grpo', 'dpo'}
+    rows = {row['run']: row for row in found['rows']}
+    assert all(0 <= rows[name]['sampled'] <= 1 for name in rows if name != 'reward_model')
+    assert rows['sft']['before'] == rows['as it is']['score'] and rows['dpo']['before'] == rows['sft']['score']
+    assert 'before' not in rows['as it is'] and rows['ppo']['before'] == rows['sft']['score']
+    for line in (out / 'pairs.jsonl').read_text().splitlines():
+        chosen, rejected = (json.loads(line)[key][0]['content'] for key in ('chosen', 'rejected'))
+        assert sum(c in 'aeiou' for c in chosen) > sum(c in 'aeiou' for c in rejected)
+    assert set(found['curves']) == {'sft', *names} and len(found['curves']['ppo']['kl']) == 1
     assert (out / 'table.txt').read_text() in output and output.count('lr ') >= 3
 
 
@@ -163,15 +177,19 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setattr(sentiment, 'METHODS', own)
     reviews = [{'text': f'film {n} is {"good" if n % 2 else "bad"}', 'label': n % 2} for n in range(130)]
     words = write_rows(tmp_path / 'reviews.jsonl', reviews), '--pretrain', tiny_chat_model(tmp_path / 'start')
-    found = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
-    assert [row['run'] for row in found['rows']] == ['reward_model', 'ppo', 'grpo']
-    assert 0 <= found['rows'][0]['score'] <= 1 and all({'before', 'kl'} <= row.keys() for row in found['rows'][1:])
+    names = ['sft', 'dpo', 'ppo', 'grpo']
+    found = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', *names)
+    assert [row['run'] for row in found['rows']] == ['reward_model', *names]
+    assert 0 <= found['rows'][0]['score'] <= 1 and all({'before', 'score'} <= row.keys() for row in found['rows'][1:])
+    assert all('kl' in row for row in found['rows'][3:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
     # a complete run is not repeated
-    monkeypatch.setattr(sys.modules['tasks'].Task, 'answers', lambda self, *words: [{'response': ''}] * 6)
+    answers = [{'response': '', 'score': 0.0}] * 6
+    monkeypatch.setattr(sys.modules['tasks'].Task, 'answers', lambda self, *words: answers)
     monkeypatch.setattr('tasks.command', lambda *words: pytest.fail(str(words)))
-    again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', 'ppo', 'grpo')
-    assert again['rows'] == found['rows'] and again['curves'] == found['curves']
+    again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', *names)
+    assert [row['cpu_minutes'] for row in again['rows']] == [row['cpu_minutes'] for row in found['rows']]
+    assert again['curves'] == found['curves']
 
 
 @pytest.mark.system
@@ -184,12 +202,14 @@ def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
     pairs = [{'chosen': f'{talk.format(n)} good', 'rejected': f'{talk.format(n)} bad'} for n in range(30)]
     pairs += [{'chosen': talk + 50 * ' good', 'rejected': talk + ' bad'}]
     path = write_rows(tmp_path / 'pairs.jsonl', pairs)
-    found = results_of(
-        preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', tiny_chat_model(tmp_path / 'start')
+    names = ['dpo', 'ppo', 'grpo', 'sft']
+    start = tiny_chat_model(tmp_path / 'start')
+    found = results_of(preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', start, '--runs', *names)
+    assert [row['run'] for row in found['rows']] == ['reward_model', *names]
+    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2]) and all(
+        'before' in row for row in found['rows'][2:]
     )
-    assert [row['run'] for row in found['rows']] == ['reward_model', 'dpo', 'ppo']
-    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2]) and 'before' in found['rows'][2]
-    assert set(found['samples'][0]) == {'prompt', 'as it is', 'dpo', 'ppo'} and found['samples'][0]['prompt'] == 'what'
+    assert set(found['samples'][0]) == {'prompt', 'as it is', *names} and found['samples'][0]['prompt'] == 'what'
     used = [json.loads(line) for file in ('pairs', 'pairs_held_out') for line in open(tmp_path / f'out/{file}.jsonl')]
     assert len(used) == 30
     turns = used[0]['prompt']

@@ -111,7 +111,7 @@ def ratio_not_one(h: History) -> Seen | None:
     error, kl = h.newest('ppo/first_ratio_error'), h.newest('ppo/first_approx_kl')
     if error is None or kl is None:
         return None
-    most, most_kl = (LIMITS['ratio_error'],) * 2
+    most, most_kl = LIMITS['ratio_error'], LIMITS['ratio_kl']
     if not h.computes_in_fp32:
         most, most_kl = LIMITS['ratio_error_half'], LIMITS['ratio_kl_half']
     if error <= most and abs(kl) <= most_kl:

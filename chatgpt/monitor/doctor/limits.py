@@ -25,7 +25,9 @@ LIMITS: dict[str, float] = {
     'kl_error_phases': 20,  # phases in a row on one side of the target without coming nearer
     'clip_high': 0.4,  # share of tokens; healthy runs have 0.02 to 0.3
     'clip_zero_ratio': 0.02,  # a tenth of the usual clip range: the clip has nothing to do
-    'ratio_error': 0.0001,  # rounding in fp32, of |ratio − 1| and of the approximate KL
+    # fp32: on SmolLM2 rounding moves the worst token of a batch by up to 1.2e-4
+    'ratio_error': 0.001,
+    'ratio_kl': 0.0001,  # fp32: the mean over tokens, of either sign
     # bf16 and fp16: log-probs of decode and scoring differ by .33 at most on a small model; e^.33 − 1 = .39
     'ratio_error_half': 0.5,
     'ratio_kl_half': 0.05,  # bf16 and fp16: they differ by .02 on average
