@@ -5,8 +5,8 @@
         --method kto --strategy fsdp
 
 Takes prompt, chosen and rejected (or several ranked answers); KTO also takes text and label. The reference of DPO and
-KTO is the initial model, or with --lora_rank the model with its adapter off. The learning rate is 1e-6 (dpo, simpo) or
-5e-6 (kto, orpo), and 1e-4 without arguments, when a small model learns the preferences of the embedded story world.
+KTO is the initial model, or with --lora_rank the model with its adapter off. Without arguments a small model learns the
+preferences of the embedded story world.
 Writes metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer, to --save_path.
 """
 

@@ -137,6 +137,8 @@ def as_kind(example: Example, kind: Kind) -> Any:
         if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
             prompt, response = split_turns(example.prompt)  # a last turn of the user has no response to learn from
             return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
+    if kind == 'preference' and len(half := {'chosen', 'rejected'} & columns.keys()) == 1:
+        raise BadRecord(f'{half.pop()!r} alone, where a preference has chosen and rejected')
     raise BadRecord(f'a {_NAMES[type(example)]}, where a {_NAMES[_CLASSES[kind]].split(" (")[0]} is needed')
 
 

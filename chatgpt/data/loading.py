@@ -257,7 +257,7 @@ def _examples(
                 bad.notice('preference', where)
             example = as_kind(example, kind) if kind else example
         except BadRecord as reason:
-            instead = misspelt(item) or method_hint(example)
+            instead = misspelt(item) or ('' if found else method_hint(example))
             others = found or bad.skip or any_usable(pairs, lambda p: as_kind(made(p), kind) if kind else made(p))
             bad.report(where, f'{reason}{instead}', SKIPPED if others else '')
             continue

@@ -86,7 +86,10 @@ def _own_docs(cls: type) -> dict[str, str]:
     """Returns the docstring under each field that the class itself defines."""
     docs: dict[str, str] = {}
     definition = _classes(cls.__module__).get(cls.__qualname__)
-    body = (definition or ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body  # type: ignore[attr-defined]
+    try:
+        body = (definition or ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]).body  # type: ignore[attr-defined]
+    except OSError:  # a class made by `type` has no source
+        return docs
     for item, following in zip(body, body[1:], strict=False):
         is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_doc:

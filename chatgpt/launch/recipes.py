@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from chatgpt.data.formats import template_of, text_choice
+from chatgpt.data.formats import save_tokenizer, template_of, text_choice
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.demo_world import write_demo_model, write_game_model
@@ -39,6 +39,7 @@ from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.peft_format import check_export, export_peft
 from chatgpt.rollout.registry import ENGINES
+from chatgpt.strategies.precision import DTYPES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
 from chatgpt.trainer.callbacks.run_record import model_facts
 from chatgpt.trainer.config import PPOConfig
@@ -312,7 +313,7 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
     strategy = trainer.strategy
     if by_name or run.model_path is not None:
         path = final_folder(run, run.trained)
-        trainer.save_pretrained(path, card_samples=run.card_samples)
+        trainer.save_pretrained(path, card_samples=run.card_samples, dtype=DTYPES.get(run.save_dtype))
         if run.save_adapter:
             write_adapter(run, trainer, run.trained, 'adapter')
         if run.trained != 'critic' and 'critic' in trainer.models():
@@ -348,7 +349,7 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
 def write_critic(run: Run, trainer: Any) -> None:
     """Writes a separate critic beside the actor, as a folder that `critic_from` takes, and its adapters if set."""
     path = final_folder(run, 'critic')
-    trainer.save_pretrained(path, model='critic', card_samples=0)
+    trainer.save_pretrained(path, model='critic', card_samples=0, dtype=DTYPES.get(run.save_dtype))
     if trainer.strategy.is_rank_0:
         print(
             f'critic written to {path}; start another run from it: --critic_from {shlex.quote(str(path))}', flush=True
@@ -368,6 +369,8 @@ def write_adapter(run: Run, trainer: Any, name: str, folder: str) -> None:
         export_peft(bare, path, base_model=run.base, state=weights)
         if getattr(bare, 'value_head', None) is not None:
             save_head(bare.value_head, centred_head(weights), path)
+        if trainer.tokenizer is not None:  # with the choice of the chat template
+            save_tokenizer(trainer.tokenizer, path)
 
     strategy.run_on_rank0(write)
     facts = {'source': run.base, 'rank': run.lora_rank}

@@ -8,7 +8,7 @@ combinations that are errors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
@@ -37,7 +37,7 @@ from chatgpt.trainer.objectives.config import (
     SupervisedConfig,
 )
 from chatgpt.trainer.rules import DECODE_RULES
-from chatgpt.trainer.settings import LearningSettings, Settings
+from chatgpt.trainer.settings import LearningSettings, Schedule, Settings
 
 EMBEDDED = 'embedded'
 """name of the small GPT-2 that a run creates and, except for SFT, trains on stories first"""
@@ -142,6 +142,9 @@ class FolderSettings(Settings):
     """folder of this run"""
     model_path: str | None = None
     """folder of the trained model; none: a folder in save_path"""
+    save_dtype: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
+    """dtype of the trained model's files. auto: fp32, in which weights are trained; for adapters on weights in 16 or 4
+    bits the dtype of pretrain"""
     push_to_hub: str | None = None
     """hub repository to upload the trained model to"""
     hub_private: bool = False
@@ -493,6 +496,8 @@ class RewardRun(DataRun, RewardModelConfig):
     text."""
 
     save_path: str = 'outputs/train_reward_model'
+    lr_schedule: Schedule = 'cosine'
+    max_epochs: int = 1  # repeated from RewardModelConfig, for a dataclass takes the defaults of its first base
 
     method = 'reward-model'
     common = DataRun.common | {'the method': ('loss_fn',)}
@@ -580,4 +585,7 @@ def _run_class(name: str, about: str, config: type[Settings]) -> type[Run]:
     base = PreferenceRun if issubclass(config, PreferenceConfig) else DataRun
     common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
     own = {'__doc__': about, 'method': name, 'config_class': config, 'common': common}
+    known = {f.name: f.default for f in fields(base)}
+    others = [f for f in fields(config) if f.name in known and f.default != known[f.name]]  # as in RewardRun
+    own |= {'__annotations__': {f.name: f.type for f in others}, **{f.name: f.default for f in others}}
     return dataclass(kw_only=True)(type(f'{config.__name__}Run', (base, config), own))

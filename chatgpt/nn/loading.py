@@ -425,6 +425,15 @@ def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: An
         raise
 
 
+def trained_dtype(model: nn.Module) -> torch.dtype | None:
+    """Returns the dtype of a trained model's files: fp32, in which weights are trained, for rounding to 16 bits loses
+    what low learning rates change. None for adapters on weights in 16 or 4 bits: that of the folder it was loaded from.
+    """
+    held = {t.dtype for t in (*model.parameters(), *model.buffers())} - {torch.bool}
+    narrow = any(dtype.itemsize < 4 for dtype in held)
+    return None if narrow and lora.has_lora(model) else torch.float32
+
+
 def write_folder(
     model: Any,
     folder: str | os.PathLike[str],

@@ -271,7 +271,8 @@ class Trainer:
         Args:
             model: its name in `models()`, such as 'critic'; None: the first, the actor.
             card_samples: number of generated texts that the card shows.
-            dtype: of the weights in the files; None: that of the folder that the model was loaded from, else fp32.
+            dtype: of the weights in the files; None: fp32, and for adapters on weights in 16 or 4 bits that of the
+                folder the model was loaded from.
 
         Raises:
             SaveError: the model could not be written; names where its weights are instead.

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from chatgpt.monitor.publish import NUM_SAMPLES, ModelFacts, check_push, push_fo
 from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.monitor.run_folder.reading import is_run
 from chatgpt.nn.critic import Critic
+from chatgpt.nn.loading import trained_dtype
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.reward_model import RewardModel
@@ -38,7 +40,7 @@ def save_pretrained(
     every rank.
 
     Args:
-        dtype: of the weights in the files; None: that of the folder that the model was loaded from, else fp32.
+        dtype: of the weights in the files; None: `chatgpt.nn.loading.trained_dtype`.
     """
     _write_weights(strategy, model, path, tokenizer, dtype)
     strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _facts_of(strategy.unwrap(model))))
@@ -77,10 +79,13 @@ def save_trained(
             another folder, which the message names.
     """
     trained = trained_model(trainer, model)
+    new = not Path(path).exists()
     try:
         _write_weights(trainer.strategy, trained, path, trainer.tokenizer, dtype)
     except Exception as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
+        if new:  # a part of a folder would pass for a model
+            trainer.strategy.run_on_rank0(lambda: shutil.rmtree(path, ignore_errors=True))
         where = _rescued(trainer, trained, Path(path), dtype)
         raise SaveError(f'{path}: the trained model could not be written ({reason}); {where}') from error
     write_card_of(trainer, path, model=model, card_samples=card_samples)
@@ -123,6 +128,7 @@ def push_trained(
 def _write_weights(
     strategy: Strategy, model: nn.Module, path: str | Path, tokenizer: Any, dtype: torch.dtype | None
 ) -> None:
+    dtype = dtype or trained_dtype(strategy.unwrap(model))
     more = {} if dtype is None else {'dtype': dtype}
     with strategy.full_model(model, dtype=torch.float32, on_disk=Path(path).parent) as full:
         strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer, **more))
@@ -194,12 +200,16 @@ def _rescued(trainer: TrainerView, model: nn.Module, path: Path, dtype: torch.dt
         )
     problems = []
     for make in (lambda: trainer.run_dir, lambda: Path(tempfile.mkdtemp(prefix='chatgpt-'))):
+        other = None
         try:
             folder = strategy.run_on_rank0(make)
-            if folder is None or (other := folder / f'rescued-{path.name}').exists():
+            if folder is None or (folder / f'rescued-{path.name}').exists():
                 continue
+            other = folder / f'rescued-{path.name}'
             _write_weights(strategy, model, other, trainer.tokenizer, dtype)
             return f'it was written to {other} instead'
         except Exception as error:
+            if other is not None:
+                strategy.run_on_rank0(partial(shutil.rmtree, other, ignore_errors=True))
             problems.append(' '.join(str(error).split()))
     return f'and nowhere else: {"; ".join(problems)}. The weights are lost with this process'

@@ -100,6 +100,7 @@ def test_the_other_methods_and_an_adapter(place, monkeypatch):
     assert call(monkeypatch, *words, '--max_epochs=2') == 0
     model = PeftModelForSeq2SeqLM.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained('t5'), 'lora/adapter')
     merged = AutoModelForSeq2SeqLM.from_pretrained('lora/actor')
+    assert AutoTokenizer.from_pretrained('lora/adapter').vocab_size == AutoTokenizer.from_pretrained('t5').vocab_size
     ids = torch.tensor([[6, 7, 2]])
     with torch.no_grad():
         ours, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (merged, model))

@@ -158,6 +158,7 @@ def test_one_kind_for_another():
     ('example', 'kind', 'reason'),
     [
         (PromptExample(prompt='p'), 'preference', r'a prompt \(without an answer\), where a preference is needed'),
+        (PromptExample(prompt='p', columns={'chosen': 'r'}), 'preference', "'chosen' alone, where a preference has"),
         (Demonstration(prompt='p', response='r'), 'labelled', 'a demonstration .*, where a labelled example is needed'),
         (Demonstration(prompt='', response='r'), 'prompt', 'a text without a prompt'),
         (Labelled(prompt='p', response='r', label=False), 'demonstration', 'labelled undesirable'),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from chatgpt.launch import recipes
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.inputs import Inputs, read_inputs
+from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import finish as save
 from chatgpt.launch.recipes import make_trainer
 from chatgpt.launch.runs import PPORun, Run, SFTRun, run_class
@@ -24,6 +26,7 @@ from chatgpt.nn.peft_format import import_peft
 from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Sequence
 
 
@@ -75,6 +78,17 @@ def test_eval_records_that_are_trained_on_are_reported(tmp_path, cls, columns, r
     recwarn.clear()
     assert len(reads(written(tmp_path / 'other.jsonl', 6, 3, **columns))) == 3
     assert not [w for w in recwarn if 'eval records' in str(w.message)]
+
+
+def test_commands_have_the_defaults_of_their_config_classes():
+    differ = {}
+    for name in METHODS:
+        run = run_class(name)
+        for own in fields(run.config_class):
+            used = run.__dataclass_fields__.get(own.name)
+            if used is not None and (used.default, used.default_factory) != (own.default, own.default_factory):
+                differ.setdefault(own.name, set()).add((used.default, own.default))
+    assert differ == {'max_epochs': {(PPORun.max_epochs, PPOConfig.max_epochs)}}
 
 
 def finish(name: str, base: str, folder: str) -> None:

@@ -152,11 +152,17 @@ def test_what_the_files_say_counts_tensor_by_tensor(tmp_path: Path) -> None:
 
 def save_prepared(name: str, base: str, out: str) -> None:
     with strategy_by_name(name) as strategy:
-        with strategy.model_init_context():
-            actor = AutoActor(base)
-        actor = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.0)))[0]
-        save_pretrained(strategy, actor, out)
-        save_pretrained(strategy, actor, f'{out}-wide', dtype=torch.float32)
+        for rank, kind in ((0, ''), (2, '-lora')):
+            with strategy.model_init_context():
+                actor = AutoActor(base, lora_rank=rank)
+            trained = [p for p in actor.parameters() if p.requires_grad]
+            actor = strategy.prepare((actor, torch.optim.SGD(trained, lr=0.0)))[0]
+            with torch.no_grad():
+                for parameter in actor.parameters():
+                    if parameter.requires_grad:
+                        parameter.mul_(1.001)  # lost in bf16
+            save_pretrained(strategy, actor, f'{out}{kind}')
+            save_pretrained(strategy, actor, f'{out}{kind}-half', dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize('name', ['naive', 'fsdp'])
@@ -166,12 +172,27 @@ def test_under_a_strategy(name: str, tmp_path: Path) -> None:
         save_prepared(name, str(tmp_path / 'base'), str(tmp_path / 'out'))
     else:
         run_distributed(save_prepared, 2, name, str(tmp_path / 'base'), str(tmp_path / 'out'))
-    assert dtypes(tmp_path / 'out') == {torch.bfloat16} and config_dtype(tmp_path / 'out') == 'bfloat16'
-    assert dtypes(tmp_path / 'out-wide') == {torch.float32} and config_dtype(tmp_path / 'out-wide') == 'float32'
-    for folder in ('out', 'out-wide'):
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        for name, tensor in base.named_parameters():
-            assert torch.equal(dict(again.named_parameters())[name].bfloat16(), tensor), name
+    for kind, change in (('', 1.001), ('-lora', 1.0)):
+        for folder, dtype in ((f'out{kind}', torch.float32), (f'out{kind}-half', torch.bfloat16)):
+            assert dtypes(tmp_path / folder) == {dtype}
+            assert config_dtype(tmp_path / folder) == str(dtype).removeprefix('torch.')
+            again = dict(AutoModelForCausalLM.from_pretrained(tmp_path / folder).named_parameters())
+            for name, tensor in base.named_parameters():
+                want = (tensor.float() * change).to(dtype).float()
+                torch.testing.assert_close(again[name].float(), want, rtol=1e-6, atol=0, msg=name)
+
+
+@pytest.mark.parametrize(('rank', 'dtype'), [(0, torch.float32), (2, torch.bfloat16)])
+def test_adapters_on_a_base_in_16_bits_are_written_in_its_dtype(rank: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder_in(torch.bfloat16, tmp_path / 'base')
+    with NaiveStrategy(precision='bf16') as strategy:
+        actor = AutoActor(tmp_path / 'base', lora_rank=rank, num_layers_unfrozen=None if rank else 1)
+        trained = [p for p in actor.parameters() if p.requires_grad]
+        actor = strategy.prepare((actor, torch.optim.SGD(trained, lr=0.0)))[0]
+        for parameter in actor.parameters():
+            parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+        save_pretrained(strategy, actor, tmp_path / 'out')
+    assert dtypes(tmp_path / 'out') == {dtype}
 
 
 def test_experts_of_a_mixture(tmp_path: Path) -> None:

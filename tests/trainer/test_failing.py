@@ -255,6 +255,23 @@ def test_a_model_that_cannot_be_written_anywhere_is_reported_as_lost(in_the_way,
         make().save_pretrained(in_the_way)
 
 
+def test_part_of_a_model_is_removed(tmp_path, monkeypatch):
+    def full(self, folder, state_dict):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, 'config.json').write_text('{}')
+        raise OSError(28, 'No space left on device')
+
+    trainer, elsewhere = make(), tmp_path / 'elsewhere'
+    monkeypatch.setattr(type(trainer.actor.model), 'save_pretrained', full)
+    monkeypatch.setattr('tempfile.mkdtemp', lambda prefix: str(elsewhere))
+    elsewhere.mkdir()
+    (tmp_path / 'old').mkdir()
+    for name, left in (('new', False), ('old', True)):
+        with pytest.raises(SaveError, match='No space left.* and nowhere else'):
+            trainer.save_pretrained(tmp_path / name)
+        assert (tmp_path / name).exists() == left and not list(elsewhere.iterdir())
+
+
 RANKS = """
 from tiny_runs import ppo
 from chatgpt.strategies import DDPStrategy, FSDPStrategy

@@ -522,8 +522,8 @@ def time_elsewhere(h: History) -> Seen | None:
         return Seen(
             f'{other:.3g} of {whole:.3g} s of a phase lie outside of collecting, scoring and learning',
             'evaluation, checkpoints, trackers or a callback of your own after each phase, or a slow disk',
-            'raise the interval of Evaluator and SaveCheckpoint until this is a tenth; in a callback of your own, '
-            'time it',
+            'evaluate and save less often (--eval_interval, --checkpoint_interval, --checkpoint_minutes; in Python the '
+            'intervals of Evaluator and SaveCheckpoint) until this is a tenth; in a callback of your own, time it',
         )
     score = h.now('perf/score_s') if h.count('perf/score_s') else 0.0
     reward = h.record.reward if h.record is not None else None

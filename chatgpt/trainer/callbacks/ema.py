@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from chatgpt.nn.loading import trained_dtype
 from chatgpt.strategies.checkpoint import Piece, TensorReader, write_checkpoint
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
@@ -132,7 +133,10 @@ class EMA(Callback):
             self.averaged(trainer, path.with_name(f'.{path.name}.tmp')),
             strategy.full_model(model, dtype=torch.float32, on_disk=path.parent) as full,
         ):
-            strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=trainer.tokenizer))
+            dtype = trained_dtype(strategy.unwrap(model))
+            strategy.run_on_rank0(
+                lambda: cast(Any, full).save_pretrained(path, tokenizer=trainer.tokenizer, dtype=dtype)
+            )
 
 
 def _copied(piece: Piece) -> Piece:
