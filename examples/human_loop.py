@@ -31,7 +31,7 @@ REWARD_MODEL = ['--max_epochs=1']
 PPO = ['--num_episodes=1', '--max_timesteps=50', '--update_timesteps=1', '--kl_coef=0.05']
 
 NUM_PROMPTS = 300
-SMALL_REWARD_MODEL = ['--lr=1e-3', '--max_epochs=4', '--train_batch_size=32']
+SMALL_REWARD_MODEL = ['--lr=1e-3', '--lr_schedule=constant', '--max_epochs=4', '--train_batch_size=32']
 SMALL_PPO = ['--lr=3e-4', '--critic_lr=1e-3', '--num_episodes=1', '--max_timesteps=25', '--update_timesteps=1']
 SMALL_PPO += ['--experience_batch_size=64', '--train_batch_size=32', '--max_epochs=4', '--kl_coef=0.05']
 WRONG_KEY = 0.1
