@@ -201,8 +201,8 @@ def main() -> None:
     parser.add_argument('--held_out', type=Path, help='held-out prompts, in the same format')
     parser.add_argument('--classifier', default='', help='sentiment: a folder of AutoModelForSequenceClassification')
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
-    parser.add_argument('--search-seconds', type=float, default=150, help='CPU seconds per run of the search')
-    parser.add_argument('--seconds', type=float, default=400, help='CPU seconds per run of the comparison')
+    parser.add_argument('--search-seconds', type=float, default=120, help='CPU seconds per run of the search')
+    parser.add_argument('--seconds', type=float, default=300, help='CPU seconds per run of the comparison')
     parser.add_argument(
         '--rounds', type=int, default=0, help='only measure speed and memory: one run per side and round'
     )

@@ -95,7 +95,7 @@ def check_destination(run: Run, config: Any, name: str) -> None:
     folder, place = Path(run.save_path), final_folder(run, name)
     with _removed_if_new(folder, f'cannot write to {folder}'):
         claim_folder(folder).release()
-    try_model_folder(place, config, trust_remote_code=run.trust_remote_code)
+    try_model_folder(place, config, run)
     if run.push_to_hub is not None:
         own = bool(run.resume) and recorded_destination(run) == run.model_path
         check_upload(place, run.push_to_hub, own=own)
@@ -113,11 +113,11 @@ def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
     check_push(repo_id)
 
 
-def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = False) -> None:
+def try_model_folder(place: Path, config: Any, run: Run) -> None:
     """Checks on rank 0 that a model of `config` can be written to a folder. Leaves nothing behind.
 
     Raises:
-        ValueError: if the folder cannot be created or written, or has too little free space for the model in fp32.
+        ValueError: if the folder cannot be created or written, or has too little free space for the model.
     """
     if os.environ.get('RANK', '0') != '0':
         return
@@ -128,7 +128,7 @@ def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = Fals
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b'\0')  # an empty file can be written even if a quota is used up
             file.flush()
-    needed = _bytes_of(config, trust_remote_code)
+    needed = _parameters_of(config, run.trust_remote_code) * (2 if run.save_dtype in ('bf16', 'fp16') else 4)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
         raise ValueError(
@@ -153,8 +153,8 @@ def _removed_if_new(folder: Path, problem: str) -> Iterator[None]:
                 made.rmdir()
 
 
-def _bytes_of(config: Any, trust_remote_code: bool) -> int:
-    """Returns the size of all weights in fp32, in bytes; 0 if the model cannot be built on the meta device."""
+def _parameters_of(config: Any, trust_remote_code: bool) -> int:
+    """Returns the number of all weights; 0 if the model cannot be built on the meta device."""
     import torch
     import transformers
 
@@ -166,4 +166,4 @@ def _bytes_of(config: Any, trust_remote_code: bool) -> int:
             model = make.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
         return 0  # for example an encoder; loading it reports any error
-    return sum(4 * p.numel() for p in model.parameters())
+    return sum(p.numel() for p in model.parameters())

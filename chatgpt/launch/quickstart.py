@@ -208,7 +208,7 @@ def train(
         run.apply_chat_template = record.data.get('apply_chat_template') if record is not None else None
     model_config, tokenizer = read_config(run, model, tokenizer)
     if save_path is not None:
-        try_model_folder(Path(save_path), model_config, trust_remote_code=run.trust_remote_code)
+        try_model_folder(Path(save_path), model_config, run)
     generation = {name: value for name, value in chosen.items() if name in generation_fields()}
     inputs = Inputs(
         run=run,

@@ -37,6 +37,7 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.heads import centred_head, save_head
+from chatgpt.nn.loading import trained_dtype
 from chatgpt.nn.peft_format import check_export, export_peft
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.strategies.precision import DTYPES
@@ -162,7 +163,7 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
         callbacks.append(StopOnPlateau('sft/val_loss', mode='min', patience=run.early_stopping_patience))
     if isinstance(run, PPORun):
         if run.ema_decay is not None:
-            callbacks.append(EMA(run.ema_decay))
+            callbacks.append(EMA(run.ema_decay, dtype=DTYPES.get(run.save_dtype)))
         if inputs.by_name and inputs.validation is not None:
             evaluation = PromptEvaluation(
                 inputs.validation,
@@ -310,10 +311,10 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
     Raises:
         PushError: if the upload failed; says how to repeat it.
     """
-    strategy = trainer.strategy
+    strategy, dtype = trainer.strategy, DTYPES.get(run.save_dtype)
     if by_name or run.model_path is not None:
         path = final_folder(run, run.trained)
-        trainer.save_pretrained(path, card_samples=run.card_samples, dtype=DTYPES.get(run.save_dtype))
+        trainer.save_pretrained(path, card_samples=run.card_samples, dtype=dtype)
         if run.save_adapter:
             write_adapter(run, trainer, run.trained, 'adapter')
         if run.trained != 'critic' and 'critic' in trainer.models():
@@ -323,13 +324,31 @@ def finish(run: Run, trainer: Any, *, by_name: bool = True) -> None:
                 strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
         if strategy.is_rank_0:
             print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
+            if (
+                dtype is None
+                and not run.save_adapter
+                and rounds_adapters(strategy.unwrap(trainer.models()[run.trained]))
+            ):
+                print(
+                    'its adapters are rounded to the dtype of the base, which loses small changes; written exactly: '
+                    "--resume auto with '--save_adapter true', or with '--save_dtype fp32' for the sum",
+                    flush=True,
+                )
         if run.push_to_hub:
             private = run.hub_private or None
             address = strategy.run_on_rank0(lambda: push_folder(path, str(run.push_to_hub), private=private))
             if strategy.is_rank_0:
                 print(f'{run.trained} uploaded to {address}', flush=True)
     elif run.push_to_hub:
-        trainer.push_to_hub(run.push_to_hub, private=run.hub_private or None, card_samples=run.card_samples)
+        private = run.hub_private or None
+        trainer.push_to_hub(run.push_to_hub, private=private, card_samples=run.card_samples, dtype=dtype)
+
+
+def rounds_adapters(model: Any) -> bool:
+    """Returns True if a trained model's adapters are rounded to 16 bits when they are folded in."""
+    source = getattr(getattr(model, 'model', None), 'weights_source', None)
+    kept = getattr(source, 'dtype', None)
+    return trained_dtype(model) is None and kept is not None and kept.itemsize < 4
 
 
 def use_of(run: Run, path: Path, tokenizer: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_type_hints
 
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.choices import LogprobKernel
@@ -587,5 +587,7 @@ def _run_class(name: str, about: str, config: type[Settings]) -> type[Run]:
     own = {'__doc__': about, 'method': name, 'config_class': config, 'common': common}
     known = {f.name: f.default for f in fields(base)}
     others = [f for f in fields(config) if f.name in known and f.default != known[f.name]]  # as in RewardRun
-    own |= {'__annotations__': {f.name: f.type for f in others}, **{f.name: f.default for f in others}}
+    hints = get_type_hints(config)  # types of a user's own module are not known here by their names
+    own |= {'__annotations__': {f.name: hints[f.name] for f in others}}
+    own |= {f.name: field(default=f.default, metadata=f.metadata) for f in others}
     return dataclass(kw_only=True)(type(f'{config.__name__}Run', (base, config), own))

@@ -288,6 +288,7 @@ class Trainer:
         token: str | None = None,
         revision: str | None = None,
         card_samples: int = NUM_SAMPLES,
+        dtype: torch.dtype | None = None,
     ) -> str:
         """Uploads what `save_pretrained` writes to a model repository of the Hugging Face Hub, which is created if
         absent, and returns its address. Call it on every rank.
@@ -299,6 +300,7 @@ class Trainer:
             token: None: the token of HF_TOKEN or of `hf auth login`.
             revision: a branch, which is created if absent, or refs/pr/N; None: main.
             card_samples: number of generated texts that the card shows.
+            dtype: as in `save_pretrained`.
 
         Raises:
             ValueError: not logged in, no permission to write there, offline, no answer; before anything is written.
@@ -306,7 +308,7 @@ class Trainer:
         """
         return push_trained(
             self.strategy,
-            lambda folder: self.save_pretrained(folder, card_samples=card_samples),
+            lambda folder: self.save_pretrained(folder, card_samples=card_samples, dtype=dtype),
             repo_id,
             near=self.run_dir,
             private=private,

@@ -87,7 +87,7 @@ def main() -> None:
         asked = [json.loads(line) for line in Path(task.path('prompts.jsonl')).read_text().splitlines()]
         pairs = task.pairs('pairs', sft, asked[:NUM_ASKED], *reward)
         kept = task.pairs('pairs_held_out', sft, asked[NUM_ASKED : NUM_ASKED * 3 // 2], *reward)
-        words = ['--validation_file', kept, '--max_epochs=1']
+        words = ['--validation_file', kept]
         if name == 'dpo':
             models[name] = task.learn(name, name, pairs, *words, start=sft)
         else:

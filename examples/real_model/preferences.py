@@ -79,7 +79,7 @@ def main() -> None:
     print(f'{len(rows) - cut} pairs to learn from, {cut} held out')
     held_out, pairs = task.write('pairs_held_out.jsonl', rows[:cut]), task.write('pairs.jsonl', rows[cut:])
     words = ['--validation_file', held_out]
-    reward = task.learn('reward_model', 'reward-model', pairs, *words, '--max_epochs=1', metric='rm/val_accuracy')
+    reward = task.learn('reward_model', 'reward-model', pairs, *words, metric='rm/val_accuracy')
     asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut]])
     prompts = task.write('prompts.jsonl', [{'prompt': row['prompt']} for row in rows[cut:]])
     scored, models = ['--reward_model', reward, *RESPONSES], {'as it is': task.start}
@@ -88,7 +88,7 @@ def main() -> None:
             models[name] = task.learn(name, name, pairs, *words, metric='dpo/val_accuracy')
         elif name == 'sft':
             chats = task.write('chosen.jsonl', [{'messages': row['prompt'] + row['chosen']} for row in rows[cut:]])
-            models[name] = task.learn(name, name, chats, '--max_epochs=1')
+            models[name] = task.learn(name, name, chats)
         else:
             models[name] = task.learn(name, name, prompts, '--validation_file', asked, *scored, *ONLINE, *METHODS[name])
     task.score_others(models, asked, *scored)

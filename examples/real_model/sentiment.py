@@ -52,7 +52,7 @@ def main() -> None:
     reviews = task.write('reviews.jsonl', rows[:NUM_REVIEWS])
     other = task.write('other_reviews.jsonl', rows[NUM_REVIEWS : NUM_REVIEWS + NUM_HELD_OUT])
     held_out, data = task.write('held_out.jsonl', prompts[:100]), task.write('prompts.jsonl', prompts[100:])
-    words = ['--validation_file', other, '--max_epochs=1', *plain]
+    words = ['--validation_file', other, *plain]
     reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='rm/val_accuracy')
     scored = ['--reward_model', reward, '--max_new_tokens=24', f'--max_timesteps={args.phases}', *plain]
     judged = ['--reward_model', reward, '--max_new_tokens=24', '--no_apply_chat_template']
@@ -62,10 +62,10 @@ def main() -> None:
             praise = [words for words, label in texts[100:] if label == 1][:NUM_POSITIVE]
             parts = [(' '.join(words[:NUM_WORDS]), f' {" ".join(words[NUM_WORDS:])}') for words in praise]
             rows = [{'prompt': prompt, 'response': response} for prompt, response in parts]
-            models[name] = task.learn(name, 'sft', task.write('positive.jsonl', rows), '--max_epochs=1', *plain)
+            models[name] = task.learn(name, 'sft', task.write('positive.jsonl', rows), *plain)
         elif name == 'dpo':
             pairs = task.pairs('pairs', task.start, prompts[100 : 100 + NUM_ASKED], *judged)
-            models[name] = task.learn(name, 'dpo', pairs, '--max_epochs=1', *plain)
+            models[name] = task.learn(name, 'dpo', pairs, *plain)
         else:
             method, own = METHODS[name]
             models[name] = task.learn(name, method, data, '--validation_file', held_out, *scored, *ONLINE, *own)

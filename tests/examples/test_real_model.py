@@ -206,9 +206,8 @@ def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
     start = tiny_chat_model(tmp_path / 'start')
     found = results_of(preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', start, '--runs', *names)
     assert [row['run'] for row in found['rows']] == ['reward_model', *names]
-    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2]) and all(
-        'before' in row for row in found['rows'][2:]
-    )
+    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2])
+    assert all('before' in row for row in found['rows'][2:])
     assert set(found['samples'][0]) == {'prompt', 'as it is', *names} and found['samples'][0]['prompt'] == 'what'
     used = [json.loads(line) for file in ('pairs', 'pairs_held_out') for line in open(tmp_path / f'out/{file}.jsonl')]
     assert len(used) == 30

@@ -83,6 +83,7 @@ def test_room_for_the_whole_model(tmp_path, monkeypatch):
     monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed))
     check_destination(check, config, 'actor')
     monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed - 1))
+    check_destination(run(tmp_path, model_path=str(tmp_path / 'model'), save_dtype='bf16'), config, 'actor')
     with pytest.raises(
         ValueError,
         match=rf'the trained model takes [0-9.]+ MiB, and {tmp_path}/model has [0-9.]+ MiB free; free some, or',

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scripts_on_ranks import run_source
 from transformers import AutoModelForCausalLM
 
@@ -105,6 +106,39 @@ def finish(name: str, base: str, folder: str) -> None:
             for layer in lora_layers(strategy.unwrap(trainer.models()['actor'])).values():
                 layer.lora_B.add_(0.125)
         save(run, trainer)
+
+
+def test_save_dtype_is_that_of_every_file_of_a_run(model_folder: Path, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('a b\n')
+    (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [1.0 for _ in responses]\n')
+    run = PPORun(pretrain=str(model_folder), prompt_path=str(tmp_path / 'prompts.txt'), save_path=str(tmp_path / 'run'))
+    run.reward_fn, run.save_dtype = f'{tmp_path}/reward.py:score', 'bf16'
+    run.ema_decay, run.max_new_tokens, run.experience_batch_size, run.train_batch_size = 0.5, 2, 2, 2
+    run.num_episodes, run.max_timesteps, run.update_timesteps = 1, 1, 1
+    run.fill_defaults()
+    recipes.execute(run)
+    for name in ('actor', 'critic', 'actor_ema'):
+        tensors = load_file(tmp_path / 'run' / name / 'model.safetensors')
+        assert {t.dtype for t in tensors.values()} == {torch.bfloat16}, name
+
+
+@pytest.mark.parametrize(
+    ('options', 'said'), [({}, True), ({'save_adapter': True}, False), ({'save_dtype': 'fp32'}, False)]
+)
+def test_adapters_that_are_rounded_are_reported(model_folder: Path, tmp_path, capsys, options, said):
+    AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).save_pretrained(tmp_path / 'base')
+    run = SFTRun(pretrain=str(tmp_path / 'base'), save_path=str(tmp_path / 'run'), lora_rank=2, **options)
+    run.fill_defaults()
+    with strategy_by_name('naive') as strategy:
+        record = Sequence(prompt_ids=torch.tensor([2]), response_ids=torch.tensor([3]), response_mask=torch.ones(1) > 0)
+        inputs = Inputs(run=run, settings=run.config(), tokenizer=None, train=[record], model=run.pretrain)
+        trainer = make_trainer(inputs, strategy)
+        for parameter in trainer.models()['actor'].parameters():  # as a GPU holds the base
+            parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+        save(run, trainer)
+    assert ('its adapters are rounded' in capsys.readouterr().out) == said
+    tensors = load_file(tmp_path / 'run' / 'actor' / 'model.safetensors')
+    assert {t.dtype for t in tensors.values()} == {torch.float32 if 'save_dtype' in options else torch.bfloat16}
 
 
 def test_base_and_adapter_are_the_trained_model(model_folder: Path, tmp_path):

@@ -32,15 +32,23 @@ class EMA(Callback):
         decay: weight of the old average, in [0, 1); DeepSpeed-Chat uses 0.992.
         model: its name in `trainer.models()`; None takes 'actor', else the only one.
         path: folder of the final average; None means `run_dir/<model>_ema`, or no folder without a run_dir.
+        dtype: of the weights in that folder, as in `Trainer.save_pretrained`.
 
     Raises:
         ValueError: a decay out of range, or a model that the trainer does not have.
     """
 
-    def __init__(self, decay: float = 0.992, *, model: str | None = None, path: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        decay: float = 0.992,
+        *,
+        model: str | None = None,
+        path: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f'EMA: decay={decay} must lie in [0, 1)')
-        self.decay, self.model, self.path = decay, model, path
+        self.decay, self.model, self.path, self.dtype = decay, model, path, dtype
         self._pieces: dict[tuple[str, int], Piece] = {}
         """by name and start: this rank's part of the average, on the CPU; fp32 for floating-point weights"""
         self._num_updates: int | None = None
@@ -133,7 +141,7 @@ class EMA(Callback):
             self.averaged(trainer, path.with_name(f'.{path.name}.tmp')),
             strategy.full_model(model, dtype=torch.float32, on_disk=path.parent) as full,
         ):
-            dtype = trained_dtype(strategy.unwrap(model))
+            dtype = self.dtype or trained_dtype(strategy.unwrap(model))
             strategy.run_on_rank0(
                 lambda: cast(Any, full).save_pretrained(path, tokenizer=trainer.tokenizer, dtype=dtype)
             )
