@@ -128,11 +128,12 @@ class Sample(Sequence):
 
     @property
     def called(self) -> str:
-        """Its name in error messages: sample number and prompt."""
+        """Its name in error messages: sample number, prompt or last turn, and response."""
         of_evaluation, number = divmod(self.index, EVAL_INDEX)
         name = f'eval prompt {number}, counted from 0' if of_evaluation else f'sample {number}'
-        text = self.prompt_text if len(self.prompt_text) <= 60 else f'{self.prompt_text[:25]}…{self.prompt_text[-35:]}'
-        return f'{name} ({text!r})' if text else name
+        texts = [self.last_turn or self.prompt_text, self.response_text]
+        shown = [repr(text if len(text) <= 60 else f'{text[:25]}…{text[-35:]}') for text in texts if text]
+        return f'{name} ({" → ".join(shown)})' if shown else name
 
     @property
     def ended(self) -> bool:

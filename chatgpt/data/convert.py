@@ -1,6 +1,6 @@
 """Converts canonical examples to records of a shape, and writes them to a file. An example that the shape cannot
-represent is an error. Conversations become plain text in a shape of text (`formats.plain_prompt`), and text becomes one
-turn in a shape of turns."""
+represent is an error. Conversations become plain text in a shape of text (`formats.plain_prompt`), and text becomes
+turns in a shape of turns (`formats.prompt_turns`)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _labelled(example: Example) -> list[dict[str, Any]]:
         raise BadRecord('a text without a prompt, where a conversation is needed')
     turns = prompt_turns(example.prompt)
     return [
-        {'messages': [t._asdict() for t in (*turns, *response_turns(response))], 'label': label}
+        {'messages': [t._asdict() for t in (*turns, *response_turns(response, example.prompt))], 'label': label}
         for response, label in given
     ]
 
@@ -142,7 +142,7 @@ def _all_turns(example: Example) -> tuple[Message, ...]:
     found: Any = as_kind(example, 'demonstration')
     if found.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
-    return (*prompt_turns(found.prompt), *response_turns(found.response))
+    return (*prompt_turns(found.prompt), *response_turns(found.response, found.prompt))
 
 
 def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:

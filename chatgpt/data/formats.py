@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 _SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
+_ROLES = {name: role for role, name in _SPEAKERS.items()}
 
 
 class Piece(NamedTuple):
@@ -50,7 +52,7 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
     """Returns True if a prompt is formatted by the tokenizer's chat template.
 
     apply_chat_template: None for conversations and instructions, and for plain text by the tokenizer's `text_choice`;
-        True for all, with plain text as one turn of the user; False for none. Never for '' (text without a prompt).
+        True for all, with plain text as turns (`prompt_turns`); False for none. Never for '' (text without a prompt).
     """
     if prompt == '':
         return False
@@ -144,7 +146,8 @@ def text_is_turn(tokenizer: Any, apply_chat_template: bool | None = None) -> boo
     if choice is None and template_of(tokenizer):
         warnings.warn(
             'the prompts are plain text, to which the chat template of the model is not applied: give '
-            '--apply_chat_template (apply_chat_template=True) to make each text a turn of the user, or prompts as '
+            '--apply_chat_template (apply_chat_template=True) to make each text a turn of the user, and a '
+            'dialogue (\\n\\nHuman: ...\\n\\nAssistant:) its turns, or prompts as '
             'messages ([{"role": "user", "content": ...}]); --no_apply_chat_template (False) keeps plain text without '
             'this warning',
             stacklevel=2,
@@ -271,14 +274,28 @@ def _around(body: list[int], whole: list[int], tokenizer: Any) -> tuple[list[int
 
 
 def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:
-    """Returns a prompt as turns: plain text and instructions are one turn of the user."""
+    """Returns a prompt as turns: a dialogue in one text is split into its turns; other text and instructions are one
+    turn of the user."""
     if isinstance(prompt, Instruction):
         prompt = instruction_text(prompt)
-    return (Message('user', prompt),) if isinstance(prompt, str) else prompt
+    return (_split_dialogue(prompt) or (Message('user', prompt),)) if isinstance(prompt, str) else prompt
 
 
-def response_turns(response: ResponseText) -> tuple[Message, ...]:
-    return (Message('assistant', response),) if isinstance(response, str) else response
+def _split_dialogue(text: str) -> tuple[Message, ...]:
+    """Returns the turns of '\\n\\nHuman: ...\\n\\nAssistant:', the form of HH (Bai et al. 2022); () for other text."""
+    first, *rest = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
+    *names, last = rest[::2] or ['']
+    turns = [Message(_ROLES[name], said.strip()) for name, said in zip(names, rest[1::2], strict=False)]
+    whole = turns and not first.strip() and last == 'Assistant' and not rest[-1].strip() and turns[-1].role == 'user'
+    return tuple(turns) if whole and all(turn.content for turn in turns) else ()
+
+
+def response_turns(response: ResponseText, prompt: PromptText = '') -> tuple[Message, ...]:
+    """Returns a response as turns, without the space that separates it from a dialogue in one text."""
+    if isinstance(response, str):
+        in_dialogue = isinstance(prompt, str) and _split_dialogue(prompt)
+        return (Message('assistant', response.strip() if in_dialogue else response),)
+    return response
 
 
 def render_prompt(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None = None) -> str:
@@ -314,7 +331,7 @@ def render(
     turns.
     """
     if use_template(prompt, tokenizer, apply_chat_template):
-        return _template_pieces(prompt_turns(prompt), response_turns(response), tokenizer)
+        return _template_pieces(prompt_turns(prompt), response_turns(response, prompt), tokenizer)
     first = Piece(plain_prompt(prompt), False)
     if isinstance(response, str):
         # a space precedes the response in a conversation, but not after plain text and headings

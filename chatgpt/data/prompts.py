@@ -189,14 +189,18 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
             raise BadRecord(f'the prompt in column {column!r} is empty')
         given = data[column]
         prompt, _ = prompt_of({'prompt': given, 'system': None if isinstance(given, str) else data.get('system')})
+        if isinstance(prompt, tuple) and prompt[-1].role == 'assistant':
+            raise BadRecord('the prompt ends with a turn of the assistant, where an answer is to come; drop it')
         return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)
     missing = f'there is no column {column!r} for the prompt; the columns are {", ".join(map(repr, data)) or "none"}'
     if column != 'prompt':
         raise BadRecord(missing)
     try:
-        shape_of(data)
+        shape = shape_of(data)
     except BadRecord:
         raise BadRecord(missing + misspelt(data)) from None
+    if shape in ('completion', 'instruction'):  # the answer is for reward functions and may be a number
+        return PromptExample(prompt=prompt_of(data)[0], columns=_all_but_prompt(data), where=record.where)
     example = to_example(data, record.where)
     if example.prompt == '':
         raise BadRecord(f'{missing}{method_hint(example)}; name the column of the prompt with --prompt_column')

@@ -409,6 +409,8 @@ def _number(value: Any, column: str) -> float:
 def _answer(value: Any, column: str) -> ResponseText:
     if isinstance(value, str) and not _holds_turns(value):
         return value
+    if not isinstance(_from_json(value), (list, tuple, Mapping)):
+        raise BadRecord(f'{column} is {_short(value)}, where text or a list of turns is needed')
     return shorten(messages_of(value, column))
 
 
@@ -468,4 +470,5 @@ def _rest(data: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     text = ' '.join(repr(value).split())
-    return f'a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + "..."})'
+    name = type(value).__name__
+    return f'{"an" if name[0] in "aeiou" else "a"} {name} ({text if len(text) <= 60 else text[:57] + "..."})'

@@ -220,9 +220,9 @@ def load_function(spec: str) -> Callable[..., Any]:
 def run_main(main: Callable[[], Any]) -> None:
     """Runs the main function of a script and prints errors and warnings of this package as one line on stderr.
 
-    A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function ends with
-    exit code 1: the same call may succeed, so a launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment
-    every error is raised with its traceback.
+    A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function, or in
+    writing the trained model, ends with exit code 1: the same call may succeed, so a launcher tries it again. With
+    CHATGPT_TRACEBACK=1 in the environment every error is raised with its traceback.
     """
     if hasattr(sys.stdout, 'reconfigure') and sys.stdout.errors == 'strict':
         sys.stdout.reconfigure(errors='backslashreplace')
@@ -243,8 +243,8 @@ def run_main(main: Callable[[], Any]) -> None:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
         print_error(f'error: {_one_line(error)}')
-        failed = 'RewardFunctionError'  # by name: importing the class would import torch
-        again = type(error).__name__ == failed or str(error).startswith(f'rank 0: {failed}: ')
+        failed = ('RewardFunctionError', 'SaveError')  # by name: importing the classes would import torch
+        again = type(error).__name__ in failed or str(error).startswith(tuple(f'rank 0: {name}: ' for name in failed))
         raise SystemExit(1 if again else 2) from None  # 2: the same call would fail again
 
 

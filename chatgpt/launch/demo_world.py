@@ -315,14 +315,13 @@ NUM_STORIES = 1600
 _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     'sft': {'lr': 3e-3},
     'reward-model': {'lr': 1e-3},
-    'dapo': {'overlong_buffer': 32},
 }
 
 
 def trial_defaults(method: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a method's defaults for the small model, from those for a model of the user."""
     lr = 3e-4 if 'critic_lr' in defaults else 1e-4
-    ours = {'lr': lr, 'critic_lr': 1e-3, 'max_new_tokens': 32, 'overlong_buffer': None} | _OWN_DEFAULTS.get(method, {})
+    ours = {'lr': lr, 'critic_lr': 1e-3, 'max_new_tokens': 32} | _OWN_DEFAULTS.get(method, {})
     return {name: ours.get(name, value) for name, value in defaults.items()}
 
 

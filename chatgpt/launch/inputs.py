@@ -28,6 +28,7 @@ from chatgpt.data.examples import Labelled, Preference
 from chatgpt.data.formats import (
     adopt_turns,
     choose_text,
+    is_for_encoder_decoder,
     note_model,
     shown_format,
     text_choice,
@@ -247,7 +248,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.environment = find_environment(run.environment, run.environment_options)
         choose_text_for(inputs.environment, tokenizer)
     if run.prompt_path:
-        prompts = _own_prompts(run, run.prompt_path, tokenizer)
+        prompts = _own_prompts(run, run.prompt_path, tokenizer, context)
     elif run.environment is not None:
         prompts = tasks_without_prompts()
     else:
@@ -255,7 +256,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.reward = inputs.reward or demo_world.true_reward
     adopt_turns(tokenizer, prompts)  # before the eval prompts can decide it
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
-    inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
+    inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer, context)
     if run.reward_fn:
         for subset in filter(None, (inputs.train, inputs.validation)):
             check_columns(as_scorer(inputs.reward), subset)
@@ -342,21 +343,27 @@ def _chat_format(tokenizer: Any) -> str:
     return f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer'
 
 
-def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
-    """Reads the prompts of a file by the settings of the run."""
+def _own_prompts(run: PPORun, path: str, tokenizer: Any, context: int | None) -> Any:
+    """Reads the prompts of a file by the settings of the run. A prompt that leaves no room for its response in the
+    context is a bad record, unless max_prompt_tokens is set."""
+    limit, room = run.max_prompt_tokens, context
+    if context is not None and not is_for_encoder_decoder(tokenizer):
+        room = context - (run.max_new_tokens or 0)
+    cut = limit is not None or room is None or room < 1
     return load_prompts(
         path,
         tokenizer,
         column=run.prompt_column,
-        max_prompt_tokens=run.max_prompt_tokens,
+        max_prompt_tokens=limit if cut else room,
+        overflow='truncate' if cut else 'refuse',
         skip_bad_records=run.skip_bad_records,
     )
 
 
-def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any, context: int | None) -> tuple[Any, Any]:
     """Returns the training prompts and the eval prompts, None without evaluation."""
     if run.validation_file:
-        return prompts, _own_prompts(run, run.validation_file, tokenizer)
+        return prompts, _own_prompts(run, run.validation_file, tokenizer, context)
     if run.eval_episodes:
         return prompts, tasks_without_prompts(run.eval_episodes)
     if not run.validation_percentage:

@@ -56,7 +56,7 @@ class Recipe:
         return imported(found) if isinstance(found, str) else found
 
 
-def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe:
+def _online(about: str, **settings: Any) -> Recipe:
     return Recipe(
         about=about,
         run='chatgpt.launch.runs:PPORun',
@@ -64,7 +64,7 @@ def _online(about: str, *, buffer: int | None = None, **settings: Any) -> Recipe
         trainer='chatgpt.trainer.ppo:PPOTrainer',
         reader='chatgpt.launch.inputs:read_ppo',
         positional='prompt_path',
-        defaults={'lr': None, 'critic_lr': None, 'max_new_tokens': 64, 'overlong_buffer': buffer},
+        defaults={'lr': None, 'critic_lr': None, 'max_new_tokens': 64},
         settings=settings,
         learning='ppo',
     )
@@ -134,7 +134,6 @@ METHODS: Registry[Recipe] = Registry(
             loss_aggregation='token',
             kl_coef=0.0,
             dynamic_sampling_rounds=4,
-            buffer=64,
         ),
         'gspo': _online(
             'GSPO: GRPO with one ratio per sequence', **_GROUP, policy_loss='gspo', eps_clip=3e-4, eps_clip_high=4e-4

@@ -370,9 +370,10 @@ def write_critic(run: Run, trainer: Any) -> None:
     path = final_folder(run, 'critic')
     trainer.save_pretrained(path, model='critic', card_samples=0, dtype=DTYPES.get(run.save_dtype))
     if trainer.strategy.is_rank_0:
-        print(
-            f'critic written to {path}; start another run from it: --critic_from {shlex.quote(str(path))}', flush=True
-        )
+        words = f'start another run from it: --critic_from {shlex.quote(str(path))}'
+        if run.on_trunk:
+            words = 'for a run without shared_trunk; one with it starts from critic_adapter/, which save_adapter writes'
+        print(f'critic written to {path}; {words}', flush=True)
     if run.save_adapter:
         write_adapter(run, trainer, 'critic', 'critic_adapter')
 

@@ -224,6 +224,8 @@ class Run(StrategySettings, ModelSettings, LoraSettings, FolderSettings, Learnin
             return f'{entry.defaults[name]}; {trial[name]} without --pretrain'
         if name in ('lr', 'critic_lr'):
             return f'by size; {trial_defaults(method or cls.method, entry.defaults)[name]} without --pretrain'
+        if (method, name) == ('dapo', 'overlong_buffer'):
+            return 'a fifth of max_new_tokens'
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:
@@ -412,6 +414,8 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
         if own_policy(self) is not None and self.precision == 'auto':
             self.precision = 'fp32'  # the log-probs of engine and trainer agree in fp32
         super().fill_defaults()
+        if self.method == 'dapo' and self.overlong_buffer is None and self.max_new_tokens:
+            self.overlong_buffer = -(-self.max_new_tokens // 5)  # 4,096 of 20,480 tokens in the paper
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)

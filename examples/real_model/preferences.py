@@ -15,7 +15,6 @@ judge responses yourself:
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tasks import Task, task_parser
 from transformers import AutoTokenizer
 
 from chatgpt.data import load_examples
+from chatgpt.data.formats import prompt_turns
 from chatgpt.launch.arguments import run_main
 
 ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
@@ -35,26 +35,11 @@ METHODS = {
 RESPONSES = ['--max_new_tokens=48']
 
 
-def as_turns(dialogue: str) -> list[dict[str, str]]:
-    """Returns the turns of '\\n\\nHuman: ... \\n\\nAssistant: ...', the format of Bai et al. 2022."""
-    turns = []
-    for part in dialogue.split('\n\n'):
-        speaker, colon, text = part.partition(':')
-        role = {'Human': 'user', 'Assistant': 'assistant'}.get(speaker) if colon else None
-        if role:
-            turns.append({'role': role, 'content': text.strip()})
-        elif turns:
-            turns[-1]['content'] += f'\n\n{part}'
-    return turns[:-1] if turns and turns[-1]['role'] == 'assistant' and not turns[-1]['content'] else turns
-
-
 def rows_of(path: Path, tokenizer: Any, longest: int, most: int) -> list[dict[str, Any]]:
     """Returns rows of prompt, chosen and rejected as chats of at most `longest` tokens, in a fixed random order."""
     rows = []
     for example in load_examples(str(path), skip_bad_records=True):
-        prompt = example.prompt
-        turns = as_turns(prompt) if isinstance(prompt, str) else [asdict(message) for message in prompt]
-        turns = [{key: turn[key] for key in ('role', 'content')} for turn in turns]
+        turns = [turn._asdict() for turn in prompt_turns(example.prompt)]
         answers = [text if isinstance(text, str) else text[-1].content for text in example.responses]
         chosen, rejected = ([{'role': 'assistant', 'content': answer.strip()}] for answer in answers[:2])
         if turns and turns[-1]['role'] == 'user' and chosen != rejected:

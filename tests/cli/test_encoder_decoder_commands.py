@@ -122,7 +122,7 @@ PPO = ('ppo', 'prompts.jsonl', '--pretrain=t5', '--reward_fn=rewards.py:score', 
         (('sft', 'texts.jsonl', '--pretrain=t5', '--save_path=no'), 'line 1: a text without a prompt'),
         (('sft', 'demos.jsonl', '--pretrain=bart', '--save_path=no', '--max_len=32'), 'give at most 31'),
         ((*PPO, '--pretrain=bart', '--max_new_tokens=32'), 'responses have up to 32 tokens, past the context of 31'),
-        ((*PPO, '--pretrain=bart', '--prompt_path=long.jsonl'), 'prompts have up to 42 tokens, past the context of 31'),
+        ((*PPO, '--pretrain=bart', '--prompt_path=long.jsonl'), 'the prompt has 42 tokens, and there is room for 31'),
         (('evaluate', 't5', '--environment=games:countdown'), 'the turns of an environment are written by causal'),
     ],
 )

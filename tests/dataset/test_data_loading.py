@@ -315,7 +315,11 @@ def test_prompts_of_other_shapes(tmp_path, tokenizer):
     assert texts(found) == ['q'] and found[0].columns == {'answer': 'a'}
     found = load_prompts([{'instruction': 'i', 'input': 'x', 'output': 'o'}], tokenizer)
     assert texts(found) == ['\n\nHuman: i\n\nx\n\nAssistant:'] and found[0].columns == {'output': 'o'}
+    found = load_prompts([{'question': 'q', 'answer': 12}], tokenizer)
+    assert texts(found) == ['q'] and found[0].columns == {'answer': 12}
     talk = [{'role': 'user', 'content': 'hi'}]
+    with pytest.raises(ValueError, match='the prompt ends with a turn of the assistant'):
+        load_prompts([{'prompt': [*talk, {'role': 'assistant', 'content': 'yes'}]}], tokenizer)
     assert texts(load_prompts([{'messages': talk}, {'prompt': talk}], tokenizer)) == ['\n\nHuman: hi\n\nAssistant:'] * 2
     assert texts(load_prompts(['a', 'b'], tokenizer)) == ['a', 'b']
     (tmp_path / 'a.txt').write_text('one\n\ntwo\n')
@@ -329,7 +333,7 @@ def test_prompts_of_other_shapes(tmp_path, tokenizer):
     [
         ('act,text\nx,y\n', "a.csv, line 2: there is no column 'prompt' for the prompt; the columns are 'act', 'text'"),
         ('act,prompt\nx,y\nx,"  "\n', 'a.csv, line 3: the prompt is empty'),
-        ('prompt\nhello\n' + 'x' * 9, 'a.csv, line 3: the prompt has 9 tokens, more than 5; shorten it, or allow'),
+        ('prompt\nhello\n' + 'x' * 9, 'a.csv, line 3: the prompt has 9 tokens, and there is room for 5'),
     ],
 )
 def test_bad_prompt_files(tmp_path, tokenizer, text, reason):

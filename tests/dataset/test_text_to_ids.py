@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chatgpt.data import load_demonstrations, load_preferences, load_prompts
 from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Message, Preference, PromptExample
-from chatgpt.data.formats import plain_prompt, render, save_tokenizer, shown_format, template_of
+from chatgpt.data.formats import plain_prompt, prompt_turns, render, save_tokenizer, shown_format, template_of
 from chatgpt.data.tokenize import (
     TokenizerOptions,
     pack,
@@ -151,6 +151,21 @@ def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
         assert tokenize_prompt(PromptExample(prompt=prompt), tokenizer, apply_chat_template=apply).text == text
 
 
+HH = '\n\nHuman: hi\n\nAssistant: yes\n\nand?\n\nHuman: what\n\nAssistant:'
+
+
+def test_a_dialogue_in_one_text_is_its_turns_in_a_template(plain, chat):
+    turns = (U('hi'), A('yes\n\nand?'), U('what'))
+    assert prompt_turns(HH) == turns == prompt_turns(HH.removeprefix('\n\n') + ' ')
+    for other in ('hi', f'x{HH}', HH.removesuffix('\n\nAssistant:'), f'{HH} so', '\n\nHuman: \n\nAssistant:'):
+        assert prompt_turns(other) == (U(other),)
+    options = TokenizerOptions(apply_chat_template=True)
+    given = Demonstration(prompt=HH, response=' good')
+    assert whole(tokenize_demonstration(given, chat, options)) == '<u>hi\n<a>yes\n\nand?$\n<u>what\n<a>good$'
+    assert whole(tokenize_demonstration(given, chat)) == f'{HH} good$'  # without a choice text stays text
+    assert whole(tokenize_demonstration(given, plain)) == f'{HH} good$'
+
+
 def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only\ntwo') }}"
@@ -202,7 +217,7 @@ def test_cutting_keeps_the_begin_token_and_short_prompts(with_begin, plain):
     assert whole(found) == 'aghij'
     prompt = tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3, overflow='truncate')
     assert prompt.ids.tolist() == [BOS, *ids('ef')]
-    with pytest.raises(BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting'):
+    with pytest.raises(BadRecord, match='the prompt has 7 tokens, and there is room for 3'):
         tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3)
 
 

@@ -205,6 +205,12 @@ CASES: dict[str, Case] = {
         rollout(score_min=1.0, score_max=1.0, score_std=0.0),
         rollout(score_min=1.0, score_max=lambda i: 1.0 + (i % 3 == 0)),
         step=3,
+        about={'settings': {'experience_batch_size': 64}},
+    ),
+    'scores-equal, of few responses': Case(  # one of 104 differs
+        rollout(score_min=1.0, score_max=1.0, score_std=0.0),
+        rollout(score_min=1.0, score_max=lambda i: 1.0 + (i % 13 == 0)),
+        step=13,
     ),
     'groups-without-signal': Case(
         rollout(equal_groups_share=0.8, score_mean=0.1),
@@ -392,7 +398,8 @@ def test_a_fault_has_one_finding():
     numbers = HEALTHY | STILL | {'ppo/clip_fraction': 0.0}
     assert [f.key for f in found(24, numbers)] == ['nothing-moves']
     numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}
-    assert [f.key for f in found(24, numbers | {'rollout/equal_groups_share': 1.0})] == ['scores-equal']
+    about = {'settings': {'experience_batch_size': 64}}
+    assert [f.key for f in found(24, numbers | {'rollout/equal_groups_share': 1.0}, **about)] == ['scores-equal']
 
 
 def test_the_rule_for_learning_rates_goes_through_the_published_points():

@@ -46,10 +46,10 @@ def no_weights(monkeypatch):
             '{tmp}/empty.jsonl --pretrain={model} {reward}',
             'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records',
         ),
-        ('--max_new_tokens=60 {run}', 'passes the context of 64'),
+        ('--max_new_tokens=60 {run}', 'and there is room for 4 (max_prompt_tokens, or what max_new_tokens leaves'),
         (
             '{tmp}/long.jsonl --pretrain={model} {reward}',
-            'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64',
+            'long.jsonl, line 2: the prompt has 70 tokens, and there is room for 60 (max_prompt_tokens, or what',
         ),
     ],
 )

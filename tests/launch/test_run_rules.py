@@ -43,6 +43,7 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     *(TRUNK | given for given in ({'num_layers_unfrozen': 1}, {'offload': 'idle'}, {'engine': 'vllm'})),
     TRUNK | {'rollout_workers': 1},
     {'lora_rank': 2, 'num_layers_unfrozen': 1},
+    {'overlong_buffer': 80, 'max_new_tokens': 64},
     {'lora_rank': 2, 'quantize': 'nf4'},
     {'optimizer': 'adamw8bit', 'strategy': 'fsdp'},
     {'compile_blocks': True, 'reproducible': 'exact'},

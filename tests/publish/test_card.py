@@ -293,6 +293,25 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     assert type(names['model']).__name__ == 'PeftModelForCausalLM'
 
 
+def test_a_chat_model_and_its_reward_model(tmp_path, monkeypatch, capsys):
+    from chatgpt.data.formats import choose_text
+    from chatgpt.nn import Actor, RewardModel
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.trainer.saving import save_pretrained
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer, strategy = byte_tokenizer(), NaiveStrategy()
+    tokenizer.chat_template = '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}'
+    choose_text(tokenizer, True)
+    save_pretrained(strategy, Actor(tiny_causal_lm('gpt2', **SIZES)), tmp_path / 'chat', tokenizer=tokenizer)
+    save_pretrained(strategy, RewardModel(tiny_causal_lm('gpt2', **SIZES).base_model), 'rm', tokenizer=tokenizer)
+    for folder, text in (('chat', '<u>hi there'), ('rm', '<u>Tell me a short story.<a>Yes.')):
+        if folder == 'chat':
+            written(Path(folder), facts(samples=[SAMPLE | {'prompt': '<u>hi there', 'last_turn': 'hi there'}]))
+        names, _ = run_code(Path(folder), capsys)
+        assert bytes(names['inputs']['input_ids'][0].tolist()).decode() == text
+
+
 def test_a_card_that_fails_does_not_stop_the_save(tmp_path, monkeypatch):
     from chatgpt.trainer import saving
 

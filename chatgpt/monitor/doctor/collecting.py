@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 from chatgpt.monitor.doctor.finding import Seen, check
@@ -59,7 +60,8 @@ MEAN, STD = 'rollout/score_mean', 'rollout/score_std'
 
 @check('scores-equal', 'error', 'all scores are equal')
 def scores_equal(h: History) -> Seen | None:
-    phases = int(LIMITS['equal_phases'])
+    size = h.setting('experience_batch_size', 8) * h.setting('num_samples_per_prompt', 1)
+    phases = max(int(LIMITS['equal_phases']), math.ceil(LIMITS['equal_responses'] / size))
     low, high = h.last('rollout/score_min', phases), h.last('rollout/score_max', phases)
     if len(low) < phases or low != high:
         return None
@@ -68,7 +70,7 @@ def scores_equal(h: History) -> Seen | None:
     if h.start(STD) > 0.0 and low[-1] >= h.highest('rollout/score_max'):
         return None  # they differed before and are at the maximum now: the score saturates
     return Seen(
-        f'every response of the last {phases} phases scored {low[-1]:.4g}',
+        f'every response of the last {phases} phases scored {low[-1]:.4g}, at least {phases * size} responses',
         'a reward that tells no response of this policy from another: a bug in it, a task far too hard, or one '
         'that is solved',
         'print the reward of ten responses by hand; give a part of the score for a part of the answer, or '

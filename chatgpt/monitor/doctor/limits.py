@@ -47,6 +47,7 @@ LIMITS: dict[str, float] = {
     'warm_phases': 20,  # phases after the actor's first step: a later rise has other reasons than the warm-up
     'saturated_std': 0.05,  # of the standard deviation at the start
     'equal_phases': 3,  # phases in a row: one may be chance
+    'equal_responses': 100,  # a policy that is right in 3 % of its responses has one among them, 19 times in 20
     # robust standard deviations (1.4826 · median absolute deviation, now or at the start): no normal distribution has
     # that
     'outlier_size': 10,

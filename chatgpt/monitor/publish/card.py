@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from chatgpt import __version__
+from chatgpt.data.formats import TEXT_CHOICE
 from chatgpt.monitor.report.series import Column, columns, number, what_improved
 from chatgpt.monitor.report.text import value_text
 from chatgpt.monitor.run_folder import RunFolder, RunRecord
@@ -78,7 +79,7 @@ class Base(NamedTuple):
 
 class Shape(NamedTuple):
     """How a saved model is loaded. `auto`: class of transformers, or of `chatgpt.nn` for heads that transformers does
-    not have. `adapter_base`: base of a folder with adapters only."""
+    not have. `adapter_base`: base of a folder with adapters only. `chats`: it was trained on turns of a chat."""
 
     auto: str
     own_head: bool
@@ -86,6 +87,7 @@ class Shape(NamedTuple):
     encoder_decoder: bool
     has_tokenizer: bool
     adapter_base: str | None
+    chats: bool
 
 
 def is_ours(text: str) -> bool:
@@ -187,17 +189,18 @@ def shape_of(folder: Path, role: Role) -> Shape:
     """Returns the `Shape` of a saved folder, from its files."""
     files = (folder / name for name in ('adapter_config.json', 'config.json'))
     adapter, config = (json.loads(path.read_text()) if path.is_file() else {} for path in files)
+    tokenizer = folder / 'tokenizer_config.json'
+    chats = tokenizer.is_file() and bool(json.loads(tokenizer.read_text(encoding='utf-8')).get(TEXT_CHOICE))
     encoder_decoder = adapter.get('task_type') == 'SEQ_2_SEQ_LM' or bool(config.get('is_encoder_decoder'))
     auto = 'AutoModelForSeq2SeqLM' if encoder_decoder else 'AutoModelForCausalLM'
     if adapter:
         writes, base = adapter.get('task_type') in ('CAUSAL_LM', 'SEQ_2_SEQ_LM'), adapter.get('base_model_name_or_path')
         named = hub_name(base) or Path(base or 'base').name
-        return Shape(auto if writes else 'AutoModel', False, writes, encoder_decoder, writes, named)
+        return Shape(auto if writes else 'AutoModel', False, writes, encoder_decoder, writes, named, chats)
     classifier = any('ForSequenceClassification' in name for name in config.get('architectures') or ())
     own_head = role == 'critic' or (role == 'reward_model' and not classifier)
     scores = {'critic': 'Critic', 'reward_model': 'RewardModel' if own_head else 'AutoModelForSequenceClassification'}
-    has_tokenizer = (folder / 'tokenizer_config.json').is_file()
-    return Shape(scores.get(role, auto), own_head, role == 'actor', encoder_decoder, has_tokenizer, None)
+    return Shape(scores.get(role, auto), own_head, role == 'actor', encoder_decoder, tokenizer.is_file(), None, chats)
 
 
 def measured_on_eval(found: Mapping[str, Column]) -> Measured:

@@ -223,7 +223,11 @@ def model_facts(bare: Any) -> dict[str, Any]:
     """Returns facts of an unwrapped model: its kind, its source, its number of parameters and of trained ones."""
     config = getattr(getattr(bare, 'model', bare), 'config', None)
     # under tensor parallelism a process holds parts, with the shape of the whole
-    sizes = [(math.prod(getattr(p, 'whole_shape', p.shape)), p.requires_grad) for p in bare.parameters()]
+    sizes = [
+        (math.prod(getattr(p, 'whole_shape', p.shape)), p.requires_grad)
+        for name, p in bare.named_parameters()
+        if 'ref_branch.' not in name  # hydra's copy of the initial weights
+    ]
     # weights in 4 bits are buffers with two weights in a byte
     sizes += [(64 * b.numel(), False) for name, b in bare.named_buffers() if name.endswith('.scales')]
     return {
