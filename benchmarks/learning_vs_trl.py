@@ -8,11 +8,12 @@ settings of each.
 
 sums: `sums.py`, after its SFT. additions: sums of three digits asked in chat, for speed and memory (--rounds), with the
 files of `examples/real_model/additions.py --files FOLDER --digits 3` and a model after two epochs of SFT on them.
-Every side starts from the same weights with the same prompts, 64 responses an update (GRPO: 16 prompts x 4), train
-batches of 32 (sums: 16), two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each has the same search over
-learning rate x KL coefficient with seed 0; the best by the last two evaluations runs with three seeds on other held-out
-prompts. CPU seconds are those of the whole process from the first update on, without evaluations, which share their
-code (`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json` are not repeated.
+Every side starts from the same weights with the same prompts, 64 responses an update (sentiment: 32), with GRPO four
+to a prompt, train batches of 16 (additions: 32), two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each
+has the same search over learning rate x KL coefficient with seed 0; the best by the last two evaluations runs with
+three seeds on other held-out prompts. CPU seconds are those of the whole process from the first update on, without
+evaluations, which share their code (`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json`
+are not repeated.
 
 Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1.12.0; GRPO here and in 1.16.0.
 """
@@ -46,7 +47,7 @@ SIDES = {
 """side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
-NEW_TOKENS = {'additions': 16, 'sentiment': 24, 'sums': sums.NEW_TOKENS}
+NEW_TOKENS = {'additions': 16, 'sentiment': 16, 'sums': sums.NEW_TOKENS}
 SPEED = {'lr': 1e-5, 'kl_coef': 0.05, 'cpu_seconds': 100.0, 'every': 1e9}
 """settings of a run that measures speed; no run of the search has this KL coefficient"""
 RECORDS = 'learning_vs_trl.json'
@@ -233,7 +234,7 @@ def main() -> None:
             cpu_seconds=args.search_seconds,
             every=args.search_seconds / 2,
             new_tokens=NEW_TOKENS[args.task],
-            train_batch=16 if args.task == 'sums' else 32,
+            train_batch=32 if args.task == 'additions' else 16,
             classifier=args.classifier,
         )  # fmt: skip
         for side in args.sides

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lesson import BETAS, EPOCHS, EPS, GROUP, RESPONSES, Run
+from lesson import BETAS, EPOCHS, EPS, GROUP, Run
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from harness import ppo_trainer
@@ -32,7 +32,7 @@ def main() -> None:
         deepcopy(actor) if lesson.kl_coef else None,
         optimizer=partial(torch.optim.AdamW, lr=lesson.lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True),
         tokenizer=run.tokenizer,
-        experience_batch_size=RESPONSES // (GROUP if grouped else 1),
+        experience_batch_size=lesson.responses // (GROUP if grouped else 1),
         train_batch_size=lesson.train_batch,
         max_epochs=EPOCHS,
         max_new_tokens=lesson.new_tokens,

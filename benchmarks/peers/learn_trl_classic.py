@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from lesson import BETAS, EPOCHS, EPS, RESPONSES, Run
+from lesson import BETAS, EPOCHS, EPS, Run
 from transformers import AutoConfig
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
@@ -25,7 +25,7 @@ def load():
 model = load()
 trainer = PPOTrainer(
     PPOConfig(
-        batch_size=RESPONSES,
+        batch_size=lesson.responses,
         mini_batch_size=lesson.train_batch,
         gradient_accumulation_steps=1,
         ppo_epochs=EPOCHS,
@@ -45,10 +45,10 @@ sampling = {'max_new_tokens': lesson.new_tokens, 'min_length': -1, 'do_sample': 
 order = random.Random(lesson.seed)
 run.begin(model.pretrained_model)
 while True:
-    texts = order.sample(run.texts, RESPONSES)
+    texts = order.sample(run.texts, lesson.responses)
     queries = [torch.tensor(run.ids(text)) for text in texts]
     ends = {'eos_token_id': end, 'pad_token_id': end}
-    responses = trainer.generate(queries, batch_size=RESPONSES, return_prompt=False, **sampling, **ends)
+    responses = trainer.generate(queries, batch_size=lesson.responses, return_prompt=False, **sampling, **ends)
     scores = run.reward(texts, [run.text_of(ids) for ids in responses])
     trainer.step(queries, responses, [torch.tensor(score) for score in scores])
     if not run.after_update(model.pretrained_model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 
 from datasets import Dataset
-from lesson import BETAS, EPOCHS, EPS, GROUP, QUIET, RESPONSES, Run, watcher
+from lesson import BETAS, EPOCHS, EPS, GROUP, QUIET, Run, watcher
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -23,7 +23,7 @@ with tempfile.TemporaryDirectory() as folder:
         output_dir=folder,
         per_device_train_batch_size=lesson.train_batch,
         gradient_accumulation_steps=1,
-        steps_per_generation=RESPONSES // lesson.train_batch,
+        steps_per_generation=lesson.responses // lesson.train_batch,
         num_generations=GROUP,
         num_iterations=EPOCHS,
         max_completion_length=lesson.new_tokens,
@@ -47,7 +47,7 @@ with tempfile.TemporaryDirectory() as folder:
         args=config,
         processing_class=run.tokenizer,
         train_dataset=Dataset.from_dict({'prompt': run.texts}),
-        callbacks=[watcher(run, RESPONSES // lesson.train_batch * EPOCHS)],
+        callbacks=[watcher(run, lesson.responses // lesson.train_batch * EPOCHS)],
     )
     run.begin(model)
     trainer.train()

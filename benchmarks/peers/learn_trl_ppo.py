@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from lesson import BETAS, EPOCHS, EPS, QUIET, RESPONSES, Run, watcher
+from lesson import BETAS, EPOCHS, EPS, QUIET, Run, watcher
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -54,14 +54,14 @@ with tempfile.TemporaryDirectory() as folder:
         PPOConfig(
             output_dir=folder,
             per_device_train_batch_size=lesson.train_batch,
-            gradient_accumulation_steps=RESPONSES // lesson.train_batch,
-            num_mini_batches=RESPONSES // lesson.train_batch,
+            gradient_accumulation_steps=lesson.responses // lesson.train_batch,
+            num_mini_batches=lesson.responses // lesson.train_batch,
             num_ppo_epochs=EPOCHS,
-            local_rollout_forward_batch_size=RESPONSES,
+            local_rollout_forward_batch_size=lesson.responses,
             response_length=lesson.new_tokens,
             temperature=1.0,
             stop_token_id=end,
-            total_episodes=10**6 * RESPONSES,
+            total_episodes=10**6 * lesson.responses,
             kl_coef=lesson.kl_coef,
             num_sample_generations=0,
             seed=lesson.seed,

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RESPONSES, GROUP, EPOCHS = 64, 4, 2
-"""responses of an update; per prompt with GRPO; epochs over an update's responses"""
+GROUP, EPOCHS = 4, 2
+"""responses per prompt with GRPO; epochs over an update's responses"""
 BETAS, EPS = (0.9, 0.999), 1e-8
 QUIET = {
     'bf16': False,
@@ -55,6 +55,11 @@ class Lesson:
     @property
     def name(self) -> str:
         return f'{self.task} {self.side} lr {self.lr:g} kl {self.kl_coef:g} seed {self.seed} {self.cpu_seconds:g}s'
+
+    @property
+    def responses(self) -> int:
+        """Responses of an update."""
+        return 32 if self.task == 'sentiment' else 64
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
