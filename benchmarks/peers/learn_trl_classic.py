@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 
 import torch
-from lesson import BETAS, EPOCHS, EPS, Run
-from transformers import AutoConfig
+from lesson import BETAS, EPOCHS, EPS, Run, config_of
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
 run = Run()
 lesson = run.lesson
-config = AutoConfig.from_pretrained(lesson.start)
-if rope := getattr(config, 'rope_parameters', None):  # the key that later versions of transformers write
-    config.rope_theta = rope['rope_theta']
+config = config_of(lesson.start)
 
 
 def load():

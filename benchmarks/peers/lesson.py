@@ -69,6 +69,16 @@ def rows(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def config_of(folder: str) -> Any:
+    """Returns the config of a model's folder; for earlier versions of transformers under their key of RoPE's base."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    if rope := getattr(config, 'rope_parameters', None):
+        config.rope_theta = rope['rope_theta']
+    return config
+
+
 def additions_reward(lesson: Lesson) -> Any:
     """Returns a reward of 1 if the last number of a response is the answer, else 0."""
     answers = {row['text']: int(row['answer']) for path in (lesson.prompts, lesson.held_out) for row in rows(path)}
@@ -86,13 +96,15 @@ def sentiment_reward(lesson: Lesson) -> Any:
     import torch
     from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-    model = AutoModelForSequenceClassification.from_pretrained(lesson.classifier).float().eval()
+    config = config_of(lesson.classifier)
+    model = AutoModelForSequenceClassification.from_pretrained(lesson.classifier, config=config).float().eval()
     words = PreTrainedTokenizerFast.from_pretrained(lesson.classifier, padding_side='right')
 
     def score(prompts: list[str], responses: list[str]) -> list[float]:
         texts = [a + b for a, b in zip(prompts, responses, strict=True)]
         with torch.inference_mode():
-            return model(**words(texts, return_tensors='pt', padding=True)).logits[:, 0].tolist()
+            ids = words(texts, return_tensors='pt', padding=True, return_token_type_ids=False)
+            return model(**ids).logits[:, 0].tolist()
 
     return score
 
