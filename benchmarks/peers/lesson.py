@@ -96,8 +96,8 @@ def sentiment_reward(lesson: Lesson) -> Any:
     import torch
     from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-    config = config_of(lesson.classifier)
-    model = AutoModelForSequenceClassification.from_pretrained(lesson.classifier, config=config).float().eval()
+    given = {'config': config_of(lesson.classifier), 'torch_dtype': torch.float32}
+    model = AutoModelForSequenceClassification.from_pretrained(lesson.classifier, **given).eval()
     words = PreTrainedTokenizerFast.from_pretrained(lesson.classifier, padding_side='right')
 
     def score(prompts: list[str], responses: list[str]) -> list[float]:
