@@ -35,14 +35,25 @@ def table(records: list[dict[str, Any]]) -> str:
         cells.append(harness.interval(*pairs) if started else '')
         sampled = [row['sampled'] for row in own if 'sampled' in row]
         cells.append(harness.mean_and_spread(sampled) if len(sampled) > 1 else '')
+        both = [pair for record in records if (pair := sampled_pair(record, name))]
+        cells.append(harness.interval(*zip(*both, strict=True)) if len(both) > 1 else '')
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
             values = [row[key] for row in own if key in row]
             cells.append(f'{statistics.mean(values):{form}}' if values else '')
         rows.append(cells)
     head = (
-        'run | seeds | before | after | gain | after, sampled | KL, nats per response | tokens | CPU minutes | peak GiB'
+        'run | seeds | before | after | gain | after, sampled | gain, sampled | KL, nats per response | tokens | '
+        'CPU minutes | peak GiB'
     )
     return harness.markdown(head, rows)
+
+
+def sampled_pair(record: dict[str, Any], run: str) -> tuple[float, float] | None:
+    """Returns the scores of responses at temperature 1 after a run that began with the SFT model, and of that model."""
+    rows = {row['run']: row for row in record['rows']}
+    if 'sampled' not in rows.get('sft', {}) or 'before' not in rows.get(run, {}) or run == 'sft':
+        return None
+    return rows[run]['sampled'], rows['sft']['sampled']
 
 
 def methods(tasks: dict[str, list[dict[str, Any]]]) -> str:

@@ -175,6 +175,16 @@ class WeightsSource:
     """names in the files of tensors in a wider dtype than `dtype`"""
 
 
+def reloaded_names(module: nn.Module) -> set[str]:
+    """Returns the names of frozen weights from a pretrained source, which building the model again loads again."""
+    found: set[str] = set()
+    for prefix, part in module.named_modules():
+        source = getattr(part, 'weights_source', None)
+        if source is not None and source.kind == 'pretrained':
+            found |= {n for n, p in part.named_parameters(prefix=prefix) if not p.requires_grad}
+    return found
+
+
 def weight_files(source: WeightsSource) -> list[Path]:
     """Returns the files with the weights of a pretrained source, and downloads those of a hub name: safetensors, else
     pickled ones. Raises ValueError if there are none, or an index names a file that is not in its folder."""

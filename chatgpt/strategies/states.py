@@ -71,7 +71,8 @@ def match_names(
     for alias, name in aliases.items():
         if name not in source and alias in found:
             source[name] = alias
-    missing = [name for name in wanted if name not in source]
+    left_out = getattr(reader, 'left_out', ())
+    missing = [name for name in wanted if name not in source and name not in left_out]
     unexpected = sorted(found - set(wanted) - set(aliases))
     wrong = [
         f'{name}: checkpoint {tuple(reader.shape(stored))}, model {tuple(wanted[name])}'

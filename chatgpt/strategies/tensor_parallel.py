@@ -295,6 +295,7 @@ class CutReader:
 
     def __init__(self, reader: TensorReader, cuts: Mapping[str, Cut]) -> None:
         self.reader, self.cuts = reader, cuts
+        self.left_out: frozenset[str] = getattr(reader, 'left_out', frozenset())
 
     def _cut(self, name: str) -> Cut | None:
         cut = self.cuts.get(name) or self.cuts.get(name.rpartition('/')[0])

@@ -1,6 +1,6 @@
 """Training checkpoints: everything that a resume needs, in one folder that any strategy and world size can read.
 
-    actor/<parameter>              weights, fp32 masters
+    actor/<parameter>              weights, fp32 masters; not the frozen weights of a pretrained model
     actor_optim/<parameter>/<slot> optimizer states
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
                                    the library itself samples from counters
@@ -12,6 +12,9 @@
 The manifest's meta records the owner of each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by
 class and number among those of its class ('EMA.0'). A group is loaded by its owner, whatever its name. If two owners
 have groups of the same name, the second is stored as `<group>@<owner>`.
+
+Frozen weights that came from a folder or the hub are loaded from there again, as the initial and the reward model are.
+state.json has their checksums (`left_out`), which a resume compares.
 
 Checkpoints are written between phases, when the replay buffer is empty, so they hold no experience.
 """
@@ -25,13 +28,17 @@ import random
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from chatgpt.nn.weights import reloaded_names
+from chatgpt.strategies import Strategy
 from chatgpt.strategies.checkpoint import (
     CUT_SHORT,
     CheckpointError,
@@ -90,6 +97,7 @@ def begin_checkpoint(
         'optimizers': {name: meta for name, (meta, _) in optimizers.items()},
         'fingerprint': trainer.fingerprint(),
         'layout': layout_of(trainer),
+        'left_out': {name: _left_out(trainer, name) for name in trainer.models()},
     }
     processes = strategy.processes
     writer = CheckpointWriter(
@@ -99,7 +107,8 @@ def begin_checkpoint(
         owners: dict[str, str] = {'rng': RNG}
         for name, model in trainer.models().items():
             owners[name] = MODELS
-            writer.add(f'{name}/', strategy.model_pieces(model))
+            left = trainer.left_out[name]
+            writer.add(f'{name}/', (piece for piece in strategy.model_pieces(model) if piece.name not in left))
         for name, (_, pieces) in optimizers.items():
             owners[f'{name}_optim'] = OPTIMIZERS
             writer.add(f'{name}_optim/', pieces)
@@ -119,6 +128,44 @@ def begin_checkpoint(
         if not background:
             writer.commit(saving.meta)
     return saving
+
+
+def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
+    """Returns the checksums of a model's weights that a resume loads from where they came from. Nothing is left out of
+    a run that has read a whole checkpoint, for its frozen weights may have been trained before."""
+    model = trainer.models()[name]
+    names = reloaded_names(trainer.strategy.unwrap(model))
+    if name not in trainer.left_out:
+        trainer.left_out[name] = _checksums(trainer.strategy, model, names)
+    elif not names.issuperset(trainer.left_out[name]):  # some are trained since
+        trainer.left_out[name] = {}
+    return trainer.left_out[name]
+
+
+def _checksums(strategy: Strategy, model: nn.Module, names: Container[str]) -> dict[str, int]:
+    """Returns the sum of each named tensor's fp32 bits, the same on any layout. A collective."""
+    own: Counter[str] = Counter()
+    for piece in strategy.model_pieces(model):
+        if piece.name in names:
+            data = piece.data.detach()
+            bits = data.float().view(torch.int32) if data.is_floating_point() else data.view(torch.uint8)
+            own[piece.name] += int(bits.sum(dtype=torch.int64))
+    total: Counter[str] = Counter()
+    for sums in strategy.processes.all_gather_object(dict(own)):
+        total.update(sums)
+    return dict(total)
+
+
+def _check_left_out(trainer: TrainerView, name: str, left: Mapping[str, int], folder: Path) -> None:
+    if not left:
+        return
+    found = _checksums(trainer.strategy, trainer.models()[name], left)
+    if wrong := [weight for weight, checksum in left.items() if found.get(weight) != checksum]:
+        raise CheckpointError(
+            f'{folder}: the checkpoint does not hold the frozen weights of the {name}, and those that were loaded now '
+            f'are others ({len(wrong)} of {len(left)} tensors differ, first {wrong[0]}): give the --pretrain that the '
+            'run began with, unchanged'
+        )
 
 
 def _without_tensors(state: Any, tensors: dict[str, torch.Tensor], where: str = '') -> Any:
@@ -168,7 +215,12 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
     owners: dict[str, str] = reader.meta['owners']
     _check_method(trainer, reader, state['trainer'], owners)
     for name, model in trainer.models().items():
-        strategy.load_model_pieces(model, reader.sub(f'{name}/'))
+        part = reader.sub(f'{name}/')
+        left = state.get('left_out', {}).get(name, {})
+        part.left_out = frozenset(left)
+        strategy.load_model_pieces(model, part)
+        _check_left_out(trainer, name, left, folder)
+        trainer.left_out[name] = left
     for name, optimizer in trainer.optimizers().items():
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_state(optimizer, state['optimizers'][name], reader.sub(f'{name}_optim/'))

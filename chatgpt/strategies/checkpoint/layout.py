@@ -80,6 +80,8 @@ class RenamedReader:
 
     def __init__(self, reader: TensorReader, stored: Mapping[str, str]) -> None:
         self.reader, self.stored = reader, stored
+        self.left_out: frozenset[str] = frozenset()
+        """names that need not be here: the model keeps its own weights of these names"""
 
     def names(self) -> set[str]:
         return set(self.stored)

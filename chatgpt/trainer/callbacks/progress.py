@@ -21,6 +21,7 @@ SHOWN: dict[str, str | tuple[str, ...]] = {
     'kl': KL,
     'length': 'rollout/response_len_mean',
     'policy': 'ppo/policy_loss',
+    'ptx': 'ppo/ptx_loss',
     'value': 'ppo/value_loss',
     'loss': '*/loss',
     'accuracy': '*/accuracy',
