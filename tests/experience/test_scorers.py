@@ -87,7 +87,10 @@ def hangs(prompts, responses):
         (lambda p, r: {1: 'a', 2: 'b'}, r'returned a dict; return a list'),
         (lambda p, r: {1.0, 2.0}, r'returned a set; return a list'),
         (lambda p, r: ['abc', 'abc'], r"returned 'abc' for sample 7 \('prompt 7' → 'ab'\); return a number"),
-        (lambda p, r: [['1', '2', '3'], [0.0] * 3], r"returned '1' for sample 7 \('prompt 7' → 'ab'\); return a number"),
+        (
+            lambda p, r: [['1', '2', '3'], [0.0] * 3],
+            r"returned '1' for sample 7 \('prompt 7' → 'ab'\); return a number",
+        ),
         (lambda p, r: [[None, 1.0, 1.0], [0.0] * 3], r'returned None for sample 7 .*; return a number'),
         (lambda p, r: [[1.0], [1.0, 2.0, 3.0]], r'1 token scores for sample 7 .*, whose response has 3 tokens'),
     ],

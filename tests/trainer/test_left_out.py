@@ -73,7 +73,7 @@ def test_another_base_is_refused(tmp_path, base):
     with torch.no_grad():
         model.transformer.ln_f.bias[3] += 1e-6
     model.save_pretrained(base)
-    with pytest.raises(CheckpointError, match=r'\(1 of \d+ tensors differ, first model.transformer.ln_f.bias\): give the'):
+    with pytest.raises(CheckpointError, match=r'\(1 of \d+ tensors differ, first model.transformer.ln_f.bias'):
         trainer_of(base, None).load_checkpoint(tmp_path / 'saved')
 
 
