@@ -285,9 +285,16 @@ def _split_dialogue(text: str) -> tuple[Message, ...]:
     """Returns the turns of '\\n\\nHuman: ...\\n\\nAssistant:', the form of HH (Bai et al. 2022); () for other text."""
     first, *rest = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
     *names, last = rest[::2] or ['']
-    turns = [Message(_ROLES[name], said.strip()) for name, said in zip(names, rest[1::2], strict=False)]
-    whole = turns and not first.strip() and last == 'Assistant' and not rest[-1].strip() and turns[-1].role == 'user'
-    return tuple(turns) if whole and all(turn.content for turn in turns) else ()
+    turns: list[Message] = []
+    for name, said in zip(names, rest[1::2], strict=False):
+        if not said.strip():
+            return ()
+        if turns and turns[-1].role == _ROLES[name]:  # many templates refuse two turns of one role
+            turns[-1] = Message(_ROLES[name], f'{turns[-1].content}\n\n{said.strip()}')
+        else:
+            turns.append(Message(_ROLES[name], said.strip()))
+    asks = bool(turns) and turns[0].role == turns[-1].role == 'user' and last == 'Assistant' and not rest[-1].strip()
+    return tuple(turns) if asks and not first.strip() else ()
 
 
 def response_turns(response: ResponseText, prompt: PromptText = '') -> tuple[Message, ...]:

@@ -150,8 +150,8 @@ def tokenize_prompt(
     if max_tokens is not None and len(ids) > max_tokens:
         if overflow == 'refuse':
             raise BadRecord(
-                f'the prompt has {len(ids)} tokens, and there is room for {max_tokens} (max_prompt_tokens, or what '
-                'max_new_tokens leaves of the context); shorten it, or let max_prompt_tokens cut it on the left'
+                f'the prompt has {len(ids)} tokens, and there is room for {max_tokens} (max_prompt_tokens, or the '
+                'context without max_new_tokens); shorten it, or let max_prompt_tokens cut it on the left'
             )
         if cuts is not None:
             cuts.append(len(ids))

@@ -347,7 +347,9 @@ def _own_prompts(run: PPORun, path: str, tokenizer: Any, context: int | None) ->
     """Reads the prompts of a file by the settings of the run. A prompt that leaves no room for its response in the
     context is a bad record, unless max_prompt_tokens is set."""
     limit, room = run.max_prompt_tokens, context
-    if context is not None and not is_for_encoder_decoder(tokenizer):
+    if run.environment is not None:
+        room = None  # an environment may write the opening itself, and `longest_opening` checks it
+    elif context is not None and not is_for_encoder_decoder(tokenizer):
         room = context - (run.max_new_tokens or 0)
     cut = limit is not None or room is None or room < 1
     return load_prompts(

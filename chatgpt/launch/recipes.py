@@ -72,6 +72,8 @@ def execute(run: Run, inputs: Inputs | None = None, strategy: Any = None) -> Any
         if inputs.by_name:
             inputs.model = start_of(inputs, strategy)
         trainer = make_trainer(inputs, strategy, engine)
+        if inputs.by_name:
+            trainer.left_out = {}
         if isinstance(run, PPORun) and inputs.train is not None:
             trainer.set_prompts(inputs.train)  # before a checkpoint is loaded, which continues their order
         if inputs.by_name:

@@ -175,13 +175,14 @@ class WeightsSource:
     """names in the files of tensors in a wider dtype than `dtype`"""
 
 
-def reloaded_names(module: nn.Module) -> set[str]:
-    """Returns the names of frozen weights from a pretrained source, which building the model again loads again."""
-    found: set[str] = set()
+def reloaded_names(module: nn.Module) -> dict[str, str]:
+    """Returns the frozen weights that building the model again reads from the files of a pretrained source, as {name:
+    folder or hub name}. Weights with a folded adapter are not among them, for sums may round differently elsewhere."""
+    found: dict[str, str] = {}
     for prefix, part in module.named_modules():
         source = getattr(part, 'weights_source', None)
-        if source is not None and source.kind == 'pretrained':
-            found |= {n for n, p in part.named_parameters(prefix=prefix) if not p.requires_grad}
+        if source is not None and source.kind == 'pretrained' and source.adapter is None:
+            found |= {n: source.path for n, p in part.named_parameters(prefix=prefix) if not p.requires_grad}
     return found
 
 

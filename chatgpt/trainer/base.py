@@ -94,8 +94,9 @@ class Trainer:
         self._resume_unreported = False
         self.saved_fingerprint: dict[str, Any] | None = None
         """settings and data of the checkpoint that was loaded"""
-        self.left_out: dict[str, dict[str, int]] = {}
-        """by model, checksums of the weights that its checkpoints do not hold"""
+        self.left_out: dict[str, dict[str, int]] | None = None
+        """by model, checksums of the weights that its checkpoints do not hold; None: they hold all. {} is set by a run
+        that builds its models from names alone, as its resume does again"""
         self.steps = Steps()
         self._clean: tuple[dict[str, Any], int] | None = None
         """state and finished steps at the end of the last phase of this `fit`"""

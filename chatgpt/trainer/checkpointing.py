@@ -1,6 +1,6 @@
 """Training checkpoints: everything that a resume needs, in one folder that any strategy and world size can read.
 
-    actor/<parameter>              weights, fp32 masters; not the frozen weights of a pretrained model
+    actor/<parameter>              weights, fp32 masters
     actor_optim/<parameter>/<slot> optimizer states
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
                                    the library itself samples from counters
@@ -13,8 +13,9 @@ The manifest's meta records the owner of each group of pieces (`owners`): MODELS
 class and number among those of its class ('EMA.0'). A group is loaded by its owner, whatever its name. If two owners
 have groups of the same name, the second is stored as `<group>@<owner>`.
 
-Frozen weights that came from a folder or the hub are loaded from there again, as the initial and the reward model are.
-state.json has their checksums (`left_out`), which a resume compares.
+A run of the command line loads frozen weights again from the folder or the hub that they came from, as it does with
+the initial and the reward model. Its checkpoints do not hold them; state.json has their checksums (`left_out`), which a
+resume compares. Checkpoints of a trainer made in Python hold all weights.
 
 Checkpoints are written between phases, when the replay buffer is empty, so they hold no experience.
 """
@@ -107,7 +108,7 @@ def begin_checkpoint(
         owners: dict[str, str] = {'rng': RNG}
         for name, model in trainer.models().items():
             owners[name] = MODELS
-            left = trainer.left_out[name]
+            left = state['left_out'][name]
             writer.add(f'{name}/', (piece for piece in strategy.model_pieces(model) if piece.name not in left))
         for name, (_, pieces) in optimizers.items():
             owners[f'{name}_optim'] = OPTIMIZERS
@@ -133,8 +134,10 @@ def begin_checkpoint(
 def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
     """Returns the checksums of a model's weights that a resume loads from where they came from. Nothing is left out of
     a run that has read a whole checkpoint, for its frozen weights may have been trained before."""
+    if trainer.left_out is None:
+        return {}
     model = trainer.models()[name]
-    names = reloaded_names(trainer.strategy.unwrap(model))
+    names = set(reloaded_names(trainer.strategy.unwrap(model)))
     if name not in trainer.left_out:
         trainer.left_out[name] = _checksums(trainer.strategy, model, names)
     elif not names.issuperset(trainer.left_out[name]):  # some are trained since
@@ -159,12 +162,14 @@ def _checksums(strategy: Strategy, model: nn.Module, names: Container[str]) -> d
 def _check_left_out(trainer: TrainerView, name: str, left: Mapping[str, int], folder: Path) -> None:
     if not left:
         return
-    found = _checksums(trainer.strategy, trainer.models()[name], left)
+    model = trainer.models()[name]
+    found = _checksums(trainer.strategy, model, left)
     if wrong := [weight for weight, checksum in left.items() if found.get(weight) != checksum]:
+        place = reloaded_names(trainer.strategy.unwrap(model)).get(wrong[0], 'its source')
         raise CheckpointError(
-            f'{folder}: the checkpoint does not hold the frozen weights of the {name}, and those that were loaded now '
-            f'are others ({len(wrong)} of {len(left)} tensors differ, first {wrong[0]}): give the --pretrain that the '
-            'run began with, unchanged'
+            f'{folder}: the checkpoint does not hold the frozen weights of the {name}, and those of {place} are others '
+            f'now ({len(wrong)} of {len(left)} tensors differ, first {wrong[0]}): give the model that the run began '
+            'with, unchanged'
         )
 
 
@@ -220,7 +225,8 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
         part.left_out = frozenset(left)
         strategy.load_model_pieces(model, part)
         _check_left_out(trainer, name, left, folder)
-        trainer.left_out[name] = left
+        if trainer.left_out is not None:
+            trainer.left_out[name] = left
     for name, optimizer in trainer.optimizers().items():
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_state(optimizer, state['optimizers'][name], reader.sub(f'{name}_optim/'))

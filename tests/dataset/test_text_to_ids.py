@@ -157,7 +157,9 @@ HH = '\n\nHuman: hi\n\nAssistant: yes\n\nand?\n\nHuman: what\n\nAssistant:'
 def test_a_dialogue_in_one_text_is_its_turns_in_a_template(plain, chat):
     turns = (U('hi'), A('yes\n\nand?'), U('what'))
     assert prompt_turns(HH) == turns == prompt_turns(HH.removeprefix('\n\n') + ' ')
-    for other in ('hi', f'x{HH}', HH.removesuffix('\n\nAssistant:'), f'{HH} so', '\n\nHuman: \n\nAssistant:'):
+    assert prompt_turns('\n\nHuman: hi\n\nHuman: you\n\nAssistant:') == (U('hi\n\nyou'),)
+    others = ('hi', f'x{HH}', f'\n\nAssistant: hi{HH}', HH.removesuffix('\n\nAssistant:'), f'{HH} so')
+    for other in (*others, '\n\nHuman: \n\nAssistant:'):
         assert prompt_turns(other) == (U(other),)
     options = TokenizerOptions(apply_chat_template=True)
     given = Demonstration(prompt=HH, response=' good')

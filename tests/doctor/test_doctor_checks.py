@@ -207,6 +207,12 @@ CASES: dict[str, Case] = {
         step=3,
         about={'settings': {'experience_batch_size': 64}},
     ),
+    'scores-equal, several timesteps a phase': Case(
+        rollout(score_min=0.0, score_max=0.0, score_std=0.0),
+        rollout(score_min=0.0, score_max=lambda i: 1.0 - (i % 3 == 0)),
+        step=3,
+        about={'settings': {'experience_batch_size': 8, 'update_timesteps': 10}},
+    ),
     'scores-equal, of few responses': Case(  # one of 104 differs
         rollout(score_min=1.0, score_max=1.0, score_std=0.0),
         rollout(score_min=1.0, score_max=lambda i: 1.0 + (i % 13 == 0)),

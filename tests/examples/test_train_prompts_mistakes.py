@@ -46,10 +46,10 @@ def no_weights(monkeypatch):
             '{tmp}/empty.jsonl --pretrain={model} {reward}',
             'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records',
         ),
-        ('--max_new_tokens=60 {run}', 'and there is room for 4 (max_prompt_tokens, or what max_new_tokens leaves'),
+        ('--max_new_tokens=60 {run}', 'and there is room for 4 (max_prompt_tokens, or the context'),
         (
             '{tmp}/long.jsonl --pretrain={model} {reward}',
-            'long.jsonl, line 2: the prompt has 70 tokens, and there is room for 60 (max_prompt_tokens, or what',
+            'long.jsonl, line 2: the prompt has 70 tokens, and there is room for 60 (max_prompt_tokens, or the',
         ),
     ],
 )

@@ -26,6 +26,22 @@ def test_a_reader_that_has_read_enough_is_no_error():
     assert (done.returncode, done.stderr) == (141, '')
 
 
+def test_a_failed_save_may_be_tried_again_and_a_mistake_may_not(capsys):
+    from chatgpt.trainer.saving import SaveError
+
+    def failing(error):
+        def main():
+            raise error
+
+        return main
+
+    for error, code in ((SaveError('no space'), 1), (ValueError('x'), 2)):
+        with pytest.raises(SystemExit) as ended:
+            run_main(failing(error))
+        assert ended.value.code == code
+    assert 'error: no space' in capsys.readouterr().err
+
+
 def test_the_folder_that_the_command_chose_is_its_default():
     chosen, given = SFTRun(save_path='outputs/sft'), SFTRun(save_path='mine')
     given.given = {'save_path': 'mine'}

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun, run_class
 from chatgpt.nn import GPTActor
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import import_peft
+from chatgpt.strategies.checkpoint import CheckpointReader, latest
 from chatgpt.strategies.registry import strategy_by_name
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -120,6 +122,35 @@ def test_save_dtype_is_that_of_every_file_of_a_run(model_folder: Path, tmp_path)
     for name in ('actor', 'critic', 'actor_ema'):
         tensors = load_file(tmp_path / 'run' / name / 'model.safetensors')
         assert {t.dtype for t in tensors.values()} == {torch.bfloat16}, name
+
+
+def test_checkpoints_of_adapters_leave_the_base_out(model_folder: Path, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('a b\n')
+    (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [1.0 for _ in responses]\n')
+
+    def execute(phases: int, **more: object) -> Any:
+        run = PPORun(pretrain=str(model_folder), prompt_path=str(tmp_path / 'prompts.txt'), lora_rank=2, **more)
+        run.save_path, run.reward_fn = str(tmp_path / 'run'), f'{tmp_path}/reward.py:score'
+        run.checkpoint_interval, run.max_new_tokens, run.experience_batch_size, run.train_batch_size = 1, 2, 2, 2
+        run.num_episodes, run.max_timesteps, run.update_timesteps = 1, phases, 1
+        run.fill_defaults()
+        return recipes.execute(run)
+
+    execute(1)
+    held = CheckpointReader(latest(tmp_path / 'run' / 'checkpoints')).names()
+    own = {name for name in held if name.startswith(('actor/', 'critic/'))}
+    assert own and all('lora_' in name or 'value_head' in name for name in own)
+    execute(2, resume='auto')
+
+
+def test_the_buffer_of_dapo_is_a_fifth_of_the_response():
+    for given, buffer in (('--max_new_tokens=40', 8), ('--seed=0', 13), ('--overlong_buffer=5', 5)):
+        run = parse_run(run_class('dapo'), description='', argv=['--pretrain=gpt2', given], method='dapo')
+        run.fill_defaults()
+        assert run.overlong_buffer == buffer
+    ppo = PPORun(pretrain='gpt2')
+    ppo.fill_defaults()
+    assert ppo.overlong_buffer is None
 
 
 @pytest.mark.parametrize(

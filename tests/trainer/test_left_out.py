@@ -1,4 +1,4 @@
-"""Checkpoints do not hold frozen weights that a resume loads from where they came from, and check them there."""
+"""Checkpoints of the command line do not hold frozen weights that a resume loads from where they came from."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def trainer_of(base: Path, run_dir: Path | None, strategy: Any = None, **options
         actor = AutoActor(pretrained=str(base), **(options or {'lora_rank': 2}))
     trained = [p for p in actor.parameters() if p.requires_grad]
     actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(trained, 0.01)))
-    words = byte_tokenizer()
-    return PPOTrainer(strategy, actor, None, lengths, None, optimizer, tokenizer=words, run_dir=run_dir, **SETTINGS)
+    models = (actor, None, lengths, None, optimizer)
+    trainer = PPOTrainer(strategy, *models, tokenizer=byte_tokenizer(), run_dir=run_dir, **SETTINGS)
+    trainer.left_out = {}  # as on the command line
+    return trainer
 
 
 def learn(trainer: PPOTrainer, episodes: int) -> PPOTrainer:
@@ -64,6 +66,26 @@ def test_a_resume_loads_frozen_weights_from_the_base(tmp_path, base, options):
     assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
     again.save_checkpoint(tmp_path / 'later')
     assert names_in(tmp_path / 'later') == names_in(tmp_path / 'saved')
+
+
+def test_a_trainer_made_in_python_writes_all_weights(tmp_path, base):
+    trainer = trainer_of(base, None)
+    trainer.left_out = None
+    learn(trainer, 1).save_checkpoint(tmp_path / 'whole')
+    assert BASE in names_in(tmp_path / 'whole')
+    learn(trainer_of(base, None), 1).save_checkpoint(tmp_path / 'part')
+    trainer.load_checkpoint(tmp_path / 'part')
+    trainer.save_checkpoint(tmp_path / 'whole again')
+    assert names_in(tmp_path / 'whole again') == names_in(tmp_path / 'whole')
+
+
+def test_a_folded_adapter_is_in_the_checkpoint(tmp_path, base):
+    from chatgpt.nn.peft_format import export_peft
+
+    export_peft(trainer_of(base, None).actor, tmp_path / 'adapter', base_model=str(base))
+    trainer = trainer_of(tmp_path / 'adapter', None)
+    trainer.save_checkpoint(tmp_path / 'saved')
+    assert BASE in names_in(tmp_path / 'saved')
 
 
 def test_another_base_is_refused(tmp_path, base):

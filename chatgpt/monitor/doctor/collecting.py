@@ -61,6 +61,7 @@ MEAN, STD = 'rollout/score_mean', 'rollout/score_std'
 @check('scores-equal', 'error', 'all scores are equal')
 def scores_equal(h: History) -> Seen | None:
     size = h.setting('experience_batch_size', 8) * h.setting('num_samples_per_prompt', 1)
+    size *= h.setting('update_timesteps', 1)
     phases = max(int(LIMITS['equal_phases']), math.ceil(LIMITS['equal_responses'] / size))
     low, high = h.last('rollout/score_min', phases), h.last('rollout/score_max', phases)
     if len(low) < phases or low != high:

@@ -70,8 +70,8 @@ class TrainerView(Protocol):
     @property
     def saved_fingerprint(self) -> dict[str, Any] | None: ...
     @property
-    def left_out(self) -> dict[str, dict[str, int]]:
-        """By model, checksums of the weights that its checkpoints do not hold (`chatgpt.trainer.checkpointing`)."""
+    def left_out(self) -> dict[str, dict[str, int]] | None:
+        """By model, checksums of the weights that its checkpoints do not hold; None: they hold all."""
 
     def models(self) -> Mapping[str, nn.Module]: ...
     def optimizers(self) -> Mapping[str, Optimizer]: ...
