@@ -115,6 +115,7 @@ def import_colossalai() -> None:
         warnings.simplefilter('ignore')
         try:
             importlib.import_module('colossalai.booster.plugin')
+            importlib.import_module('rich.style')  # its import, later, would draw from Python's seeded generator
         except ImportError as error:
             raise ImportError(f'ColossalAIStrategy cannot import colossalai ({error}); run: {INSTALL}') from error
     if not torch.cuda.is_available() and before is None:
