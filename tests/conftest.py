@@ -53,9 +53,13 @@ def without_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Fails a test that leaves a process group, or an environment variable or thread of the library."""
-    before = _variables()
+    """Fails a test that leaves a process group, or an environment variable or thread of the library. Restores torch's
+    number of threads, on which the bits of a sum depend."""
+    import torch
+
+    before, num_threads = _variables(), torch.get_num_threads()
     yield
+    torch.set_num_threads(num_threads)
     after = _variables()
     for name in before.keys() | after.keys():
         if name in before:

@@ -164,7 +164,7 @@ def test_the_later_ppo_trainer_reads_no_weights_before_data_and_sizes_are_right(
             train_dataset=[row],
         )
 
-    with pytest.raises(ValueError, match='row 1: prompt is a int'):
+    with pytest.raises(ValueError, match='row 1: prompt is an int'):
         trainer({'prompt': 5})
     with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=7'):
         trainer({'prompt': 'ab'}, per_device_train_batch_size=2, num_mini_batches=7)
