@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,6 +17,21 @@ class Message(NamedTuple):
     role: str
     """system, user, assistant or tool"""
     content: str
+
+
+_SPEAKER = re.compile(r'\n\n(Human|Assistant):')
+_ROLE_OF = {'Human': 'user', 'Assistant': 'assistant'}
+
+
+def split_speakers(text: str) -> tuple[str, list[Message]]:
+    """Splits a dialogue in one text, '\\n\\nHuman: ...\\n\\nAssistant: ...', the form of HH (Bai et al. 2022). Returns
+    the text before the first speaker, and the turns, of which some may be empty.
+
+    >>> split_speakers('\\n\\nHuman: hi\\n\\nAssistant:')
+    ('', [Message(role='user', content='hi'), Message(role='assistant', content='')])
+    """
+    first, *rest = _SPEAKER.split(text)
+    return first, [Message(_ROLE_OF[who], said.strip()) for who, said in zip(rest[::2], rest[1::2], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

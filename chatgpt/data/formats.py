@@ -19,14 +19,21 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from chatgpt.data.examples import BadRecord, Instruction, Message, PromptText, ResponseText, instruction_text
+from chatgpt.data.examples import (
+    BadRecord,
+    Instruction,
+    Message,
+    PromptText,
+    ResponseText,
+    instruction_text,
+    split_speakers,
+)
 
 _TEMPLATE = (
     '{% for message in messages %}'
@@ -38,7 +45,6 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 _SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
-_ROLES = {name: role for role, name in _SPEAKERS.items()}
 
 
 class Piece(NamedTuple):
@@ -282,19 +288,18 @@ def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:
 
 
 def _split_dialogue(text: str) -> tuple[Message, ...]:
-    """Returns the turns of '\\n\\nHuman: ...\\n\\nAssistant:', the form of HH (Bai et al. 2022); () for other text."""
-    first, *rest = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
-    *names, last = rest[::2] or ['']
-    turns: list[Message] = []
-    for name, said in zip(names, rest[1::2], strict=False):
-        if not said.strip():
-            return ()
-        if turns and turns[-1].role == _ROLES[name]:  # many templates refuse two turns of one role
-            turns[-1] = Message(_ROLES[name], f'{turns[-1].content}\n\n{said.strip()}')
-        else:
-            turns.append(Message(_ROLES[name], said.strip()))
-    asks = bool(turns) and turns[0].role == turns[-1].role == 'user' and last == 'Assistant' and not rest[-1].strip()
-    return tuple(turns) if asks and not first.strip() else ()
+    """Returns the turns of a dialogue in one text that asks for an answer (`split_speakers`); () for other text."""
+    before, turns = split_speakers(f'\n\n{text.lstrip()}')
+    if before.strip() or len(turns) < 2 or turns[0].role != 'user' or turns.pop() != ('assistant', ''):
+        return ()
+    if turns[-1].role != 'user' or not all(turn.content for turn in turns):
+        return ()
+    joined: list[Message] = []
+    for turn in turns:
+        if joined and joined[-1].role == turn.role:  # many templates refuse two turns of one role
+            turn = Message(turn.role, f'{joined.pop().content}\n\n{turn.content}')
+        joined.append(turn)
+    return tuple(joined)
 
 
 def response_turns(response: ResponseText, prompt: PromptText = '') -> tuple[Message, ...]:

@@ -26,6 +26,7 @@ from chatgpt.data.examples import (
     check_order,
     instruction_text,
     shorten,
+    split_speakers,
     split_turns,
 )
 from chatgpt.names import near
@@ -168,9 +169,8 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
 def _hh_answer(text: str) -> ResponseText:
     """Parses the text after the shared beginning: a response, or if the dialogue continues, turns up to the last
     response."""
-    first, *rest = re.split(r'\n\n(Human|Assistant):', text)
-    turns = [Message(_ASSISTANT, first.strip())]
-    turns += [Message(_ROLES[who.lower()], text.strip()) for who, text in zip(rest[::2], rest[1::2], strict=True)]
+    first, later = split_speakers(text)
+    turns = [Message(_ASSISTANT, first.strip()), *later]
     while turns[-1].role != _ASSISTANT:
         turns.pop()
     if len(turns) == 1:

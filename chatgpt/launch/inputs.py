@@ -36,7 +36,7 @@ from chatgpt.data.formats import (
 from chatgpt.data.loading import left_out
 from chatgpt.data.prompts import load_prompts, tasks_without_prompts
 from chatgpt.data.reading import BadRecords, read_records
-from chatgpt.data.tokenize import TokenizedPreference, check_tokenizer
+from chatgpt.data.tokenize import Overflow, TokenizedPreference, check_tokenizer
 from chatgpt.environments import EnvironmentSettings, find_environment, make_environment
 from chatgpt.environments.transcript import choose_text_for
 from chatgpt.launch import demo_world
@@ -346,18 +346,19 @@ def _chat_format(tokenizer: Any) -> str:
 def _own_prompts(run: PPORun, path: str, tokenizer: Any, context: int | None) -> Any:
     """Reads the prompts of a file by the settings of the run. A prompt that leaves no room for its response in the
     context is a bad record, unless max_prompt_tokens is set."""
-    limit, room = run.max_prompt_tokens, context
-    if run.environment is not None:
-        room = None  # an environment may write the opening itself, and `longest_opening` checks it
-    elif context is not None and not is_for_encoder_decoder(tokenizer):
-        room = context - (run.max_new_tokens or 0)
-    cut = limit is not None or room is None or room < 1
+    limit = run.max_prompt_tokens
+    overflow: Overflow = 'truncate'
+    # an environment may write the opening itself, which `longest_opening` checks
+    if limit is None and context is not None and run.environment is None:
+        room = context if is_for_encoder_decoder(tokenizer) else context - (run.max_new_tokens or 0)
+        if room > 0:
+            limit, overflow = room, 'refuse'
     return load_prompts(
         path,
         tokenizer,
         column=run.prompt_column,
-        max_prompt_tokens=limit if cut else room,
-        overflow='truncate' if cut else 'refuse',
+        max_prompt_tokens=limit,
+        overflow=overflow,
         skip_bad_records=run.skip_bad_records,
     )
 

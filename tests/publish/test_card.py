@@ -285,6 +285,7 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     text = Path('adapter', CARD).read_text()
     assert 'library_name: peft' in text and '- lora' in text and str(tmp_path) not in text
     assert 'is a LoRA adapter of rank 2, to be loaded onto the model `base`' in text
+    assert "base = 'base'  # the folder of the model that it was trained on\nmodel = " in text
     save_adapter(trainer.actor, tmp_path / 'hub', base_model='me/base')
     text = Path('hub', CARD).read_text()
     assert 'base_model: me/base\n' in text and 'base_model_relation: adapter' in text and "base = 'me/base'" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,8 @@ def move(base: Path, folder: Path) -> None:
         'fsdp': lambda: FSDPStrategy(seed=3, device='cpu'),
         'bf16': lambda: FSDPStrategy(seed=3, device='cpu', precision='bf16', meta_init=True),
     }
-    try:
-        import colossalai  # noqa: F401
-
+    if importlib.util.find_spec('colossalai') is not None:
         made['zero'] = lambda: ColossalAIStrategy(seed=3, stage=2, precision='fp32')
-    except ImportError:
-        pass
     kept = {}
     for name, make in made.items():
         with make() as strategy:
