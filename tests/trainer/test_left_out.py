@@ -24,7 +24,7 @@ BASE = 'actor/model.transformer.wte.weight'
 @pytest.fixture
 def base(tmp_path) -> Path:
     torch.manual_seed(0)
-    tiny_causal_lm('gpt2', **SIZES).save_pretrained(tmp_path / 'base')
+    tiny_causal_lm('gpt2', **SIZES | {'vocab_size': 260}).save_pretrained(tmp_path / 'base')
     return tmp_path / 'base'
 
 
@@ -33,7 +33,7 @@ def trainer_of(base: Path, run_dir: Path | None, strategy: Any = None, **options
     with strategy.model_init_context():
         actor = AutoActor(pretrained=str(base), **(options or {'lora_rank': 2}))
     trained = [p for p in actor.parameters() if p.requires_grad]
-    actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(trained, 0.01)))
+    actor, optimizer = strategy.prepare((actor, strategy.make_optimizer(trained, 0.01)))
     models = (actor, None, lengths, None, optimizer)
     trainer = PPOTrainer(strategy, *models, tokenizer=byte_tokenizer(), run_dir=run_dir, **SETTINGS)
     trainer.left_out = {}  # as on the command line
@@ -91,7 +91,7 @@ def test_a_folded_adapter_is_in_the_checkpoint(tmp_path, base):
 
 def test_another_base_is_refused(tmp_path, base):
     learn(trainer_of(base, None), 1).save_checkpoint(tmp_path / 'saved')
-    model = tiny_causal_lm('gpt2', **SIZES)
+    model = tiny_causal_lm('gpt2', **SIZES | {'vocab_size': 260})
     model.load_state_dict(trainer_of(base, None, lora_rank=0).actor.model.state_dict())
     with torch.no_grad():
         model.transformer.ln_f.bias[3] += 1e-6
@@ -117,9 +117,10 @@ def test_weights_that_were_trained_before_stay_in_the_checkpoint(tmp_path, base)
 
 
 def move(base: Path, folder: Path) -> None:
-    """Saves under FSDP2 and ZeRO, and loads under the other and without."""
+    """Saves under FSDP2, tensor parallelism and ZeRO, and loads under the other and without."""
     made: dict[str, Any] = {
         'fsdp': lambda: FSDPStrategy(seed=3, device='cpu'),
+        'tensors': lambda: FSDPStrategy(seed=3, device='cpu', tensor_parallel=2),
         'bf16': lambda: FSDPStrategy(seed=3, device='cpu', precision='bf16', meta_init=True),
     }
     if importlib.util.find_spec('colossalai') is not None:
