@@ -6,8 +6,9 @@ settings of each.
     python benchmarks/learning_vs_trl.py additions --start FOLDER --prompts FILE --held_out FILE --rounds 3
     python benchmarks/learning_vs_trl.py --page      # the page of earlier measurements
 
-sums: `sums.py`, after its SFT. additions: sums of three digits asked in chat, for speed and memory (--rounds), with the
-files of `examples/real_model/additions.py --files FOLDER --digits 3` and a model after two epochs of SFT on them.
+sums: `sums.py`, after its SFT. sentiment: files, reward model and SFT model of `examples/real_model/sentiment.py
+REVIEWS.jsonl --runs`. additions: sums of three digits asked in chat, for speed and memory (--rounds), with the files of
+`examples/real_model/additions.py --files FOLDER --digits 3` and a model after two epochs of SFT on them.
 Every side starts from the same weights with the same prompts, 64 responses an update (sentiment: 32), with GRPO four
 to a prompt, train batches of 16 (additions: 32), two epochs, AdamW, fp32, one thread, no gradient checkpointing. Each
 has the same search over learning rate x KL coefficient with seed 0; the best by the last two evaluations runs with
@@ -47,7 +48,9 @@ SIDES = {
 """side -> worker, environment of a peer, name on the page"""
 RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
-NEW_TOKENS = {'additions': 16, 'sentiment': 16, 'sums': sums.NEW_TOKENS}
+NEW_TOKENS = {'additions': 16, 'sentiment': 12, 'sums': sums.NEW_TOKENS}
+EVALUATIONS = {'additions': 8, 'sentiment': 3, 'sums': 8}
+"""evaluations of a run of the comparison, after the initial one"""
 SPEED = {'lr': 1e-5, 'kl_coef': 0.05, 'cpu_seconds': 100.0, 'every': 1e9}
 """settings of a run that measures speed; no run of the search has this KL coefficient"""
 RECORDS = 'learning_vs_trl.json'
@@ -247,7 +250,7 @@ def main() -> None:
         lr, kl = search(results, lesson, work)
         for seed in SEEDS:
             best = replace(lesson, lr=lr, kl_coef=kl, seed=seed, held_out=files['held_out'])
-            measure(results, replace(best, cpu_seconds=args.seconds, every=args.seconds / 8), work)
+            measure(results, replace(best, cpu_seconds=args.seconds, every=args.seconds / EVALUATIONS[args.task]), work)
 
 
 if __name__ == '__main__':

@@ -96,13 +96,13 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
                     if kind == 'score' and curves.get('sampled'):
                         axis.plot(*zip(*curves['sampled'], strict=True), color=f'C{number}', alpha=0.4, linewidth=1)
             axis.set(title=title, xlabel='phases')
+        for name in ('as it is', 'sft'):
+            rows = [row for record in records for row in record['rows'] if row['run'] == name]
+            height = statistics.mean(row['score'] for row in rows)
+            axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
+            place = {'xytext': (0, 4), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
+            axes[0].annotate('after SFT' if name == 'sft' else name, (0, height), **place)
         if task == 'additions':
-            for name in ('as it is', 'sft'):
-                rows = [row for record in records for row in record['rows'] if row['run'] == name]
-                height = statistics.mean(row['score'] for row in rows)
-                axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
-                place = {'xytext': (0, 4), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
-                axes[0].annotate('after SFT' if name == 'sft' else name, (0, height), **place)
             axes[0].set_ylim(0, 1)
 
 

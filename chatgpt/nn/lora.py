@@ -99,8 +99,9 @@ class _Adapter(loralib.LoRALayer):
     def _add_adapter(self, result: Tensor, x: Tensor) -> Tensor:
         if self.merged or not self.adapter_on:
             return result
-        low = F.linear(self.lora_dropout(x), self.lora_A.to(x.dtype))
-        return result + F.linear(low, self.lora_B.to(x.dtype)) * self.scaling
+        # Gemini gathers parameters before the backward of an operation on them, but not of one on what `to` returns.
+        lora_A, lora_B = (w if w.dtype == x.dtype else w.to(x.dtype) for w in (self.lora_A, self.lora_B))
+        return result + F.linear(F.linear(self.lora_dropout(x), lora_A), lora_B) * self.scaling
 
     def folded_weight(self) -> Tensor:
         """Returns a new tensor W + scaling * B A in the layout of `weight`, in fp32 or wider: W may be in 16 bits,

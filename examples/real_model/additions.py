@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tasks import Task, task_parser
+from tasks import Task, online_methods, task_parser
 
 from chatgpt.launch.arguments import run_main
 
@@ -26,14 +26,10 @@ NUM_ASKED = 400
 """questions whose sampled answers make pairs"""
 RESPONSES = ['--max_new_tokens=12']
 SFT = ['--train_batch_size=8', '--max_epochs=1']
-ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--num_layers_unfrozen=8']
+ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1']
 ONLINE += ['--train_batch_size=8', '--max_epochs=1', '--kl_coef=0.02', '--eval_interval=4']
-METHODS = {
-    'ppo': ['--critic=shared', '--experience_batch_size=128'],
-    'grpo': ['--experience_batch_size=32', '--num_samples_per_prompt=4'],
-}
-"""128 responses per phase, 8 phases; the top eight of thirty layers are trained, and policy, critic and reference
-share the others. Learning rates are the defaults"""
+METHODS = online_methods(128)
+"""8 phases of 128 responses; learning rates are the defaults"""
 
 
 def right(prompts: list[str], responses: list[str], answer: list[int]) -> list[float]:
@@ -66,7 +62,7 @@ def main() -> None:
     parser.add_argument('--files', type=Path, metavar='FOLDER', help='only write the files of questions')
     parser.add_argument('--digits', type=int, choices=(2, 3), default=2, help='with --files: digits of each number')
     names = [*METHODS, 'dpo', 'reward_model']
-    parser.add_argument('--runs', nargs='+', choices=names, default=list(METHODS), help='runs after SFT')
+    parser.add_argument('--runs', nargs='+', choices=names, default=['ppo', 'grpo'], help='runs after SFT')
     args = parser.parse_args()
     if args.files:
         args.files.mkdir(parents=True, exist_ok=True)
@@ -81,8 +77,9 @@ def main() -> None:
     models = {'as it is': task.start, 'sft': sft}
     for name in args.runs:
         if name in METHODS:
-            words = ['--validation_file', held_out, *reward, *ONLINE, *METHODS[name]]
-            models[name] = task.learn(name, name, task.path('prompts.jsonl'), *words, start=sft)
+            method, own = METHODS[name]
+            words = ['--validation_file', held_out, *reward, *ONLINE, *own]
+            models[name] = task.learn(name, method, task.path('prompts.jsonl'), *words, start=sft)
             continue
         asked = [json.loads(line) for line in Path(task.path('prompts.jsonl')).read_text().splitlines()]
         pairs = task.pairs('pairs', sft, asked[:NUM_ASKED], *reward)
@@ -94,9 +91,6 @@ def main() -> None:
             task.learn(name, 'reward-model', pairs, *words, start=sft, metric='rm/val_accuracy')
     task.score_others({'as it is': task.start, 'sft': sft}, held_out, *reward)
     task.score_others(models, held_out, *reward, start='sft')
-    for row in task.rows:
-        if model := models.get(row['run']):
-            row['sampled'] = task.score(model, f'{row["run"]}_sampled', held_out, *reward, '--temperature=1')
     about = f'share of {NUM_HELD_OUT} held-out additions that are right: greedily, and sampled at temperature 1'
     if 'reward_model' in args.runs:
         about += '; reward_model: share of held-out pairs in order'

@@ -18,7 +18,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tasks import Task, task_parser
+from tasks import Task, online_methods, task_parser
 from transformers import AutoTokenizer
 
 from chatgpt.data import load_examples
@@ -26,12 +26,7 @@ from chatgpt.data.formats import prompt_turns
 from chatgpt.launch.arguments import run_main
 
 ONLINE = ['--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--eval_interval=4']
-ONLINE += ['--num_layers_unfrozen=8']
-METHODS = {
-    'ppo': ['--experience_batch_size=32', '--critic=shared'],
-    'grpo': ['--experience_batch_size=8', '--num_samples_per_prompt=4'],
-}
-"""32 responses per phase"""
+METHODS = online_methods(32)
 RESPONSES = ['--max_new_tokens=48']
 
 
@@ -55,7 +50,7 @@ def main() -> None:
     parser.add_argument('pairs', type=Path)
     parser.add_argument('--longest', type=int, default=192, help='maximum tokens of a conversation')
     parser.add_argument('--most', type=int, default=700, help='maximum number of pairs')
-    names = ['sft', 'dpo', 'ppo', 'grpo']
+    names = ['sft', 'dpo', *METHODS]
     parser.add_argument('--runs', nargs='+', choices=names, default=['dpo', 'ppo'], help='runs after the reward model')
     args = parser.parse_args()
     task = Task('preferences', args)
@@ -75,7 +70,8 @@ def main() -> None:
             chats = task.write('chosen.jsonl', [{'messages': row['prompt'] + row['chosen']} for row in rows[cut:]])
             models[name] = task.learn(name, name, chats)
         else:
-            models[name] = task.learn(name, name, prompts, '--validation_file', asked, *scored, *ONLINE, *METHODS[name])
+            method, own = METHODS[name]
+            models[name] = task.learn(name, method, prompts, '--validation_file', asked, *scored, *ONLINE, *own)
     task.score_others(models, asked, *scored)
     about = f'reward model, dpo: accuracy on {cut} held-out pairs; others: mean score by the reward model, greedily'
     task.finish(about, asked, models, *scored)

@@ -1,13 +1,12 @@
-"""Sentiment on a real model: the reward is a classifier of movie reviews, and SmolLM2 learns to continue them
-positively.
+"""Sentiment on a real model: the reward is a classifier of movie reviews, and SmolLM2 learns to write good ones.
 
     python examples/real_model/sentiment.py REVIEWS.jsonl [--out outputs/sentiment] [--pretrain NAME_OR_FOLDER]
 
-REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model is trained on 1,500 of them; PPO and GRPO
-start from the original model, with the first five words of other reviews as prompts; SFT continues them as positive
-reviews do, and DPO learns from pairs that the model sampled and the reward model ordered. Learning rates, epochs and
-the KL coefficient are the defaults. Prints a table and writes it to --out, with the folders and report.html of the
-runs.
+REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model is trained on 1,500 of them. SFT on 300
+others, whatever their label, teaches the model to go on after the first three words of a review. PPO and GRPO then
+start from that model with the first words of further reviews as prompts; DPO learns from pairs that it sampled and the
+reward model ordered. Learning rates, epochs and the KL coefficient are the defaults. Prints a table and writes it to
+--out, with the folders and report.html of the runs.
 """
 
 from __future__ import annotations
@@ -15,61 +14,73 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
-from tasks import Task, task_parser
+from tasks import Task, online_methods, task_parser
 
 from chatgpt.launch.arguments import run_main
 
-NUM_REVIEWS, NUM_HELD_OUT, NUM_WORDS = 1500, 300, 5
-NUM_POSITIVE, NUM_ASKED = 500, 300
-"""reviews that SFT imitates, and prompts whose sampled responses make pairs"""
+NUM_REVIEWS, NUM_OTHERS, NUM_HELD_OUT, NUM_ASKED = 1500, 300, 200, 300
+"""reviews of the reward model; reviews to measure it with, which are also those of SFT; held-out prompts; prompts whose
+sampled responses make pairs"""
+NUM_WORDS, LEAST_WORDS = 3, 10
+"""words of a prompt, and of a review"""
+RESPONSES, PLAIN = ['--max_new_tokens=12'], ['--apply_chat_template=false']
 ONLINE = ['--num_episodes=1', '--update_timesteps=1', '--eval_interval=4']
-UPPER = ['--num_layers_unfrozen=8']
-METHODS = {
-    'ppo': ('ppo', ['--experience_batch_size=64', '--critic=shared', *UPPER]),
-    'grpo': ('grpo', ['--experience_batch_size=8', *UPPER]),
-    'ppo_lora': ('ppo', ['--experience_batch_size=64', '--critic=shared', '--lora_rank=16']),
-    'ppo_all': ('ppo', ['--experience_batch_size=64']),
-}
-"""64 responses per phase. Trained are the top eight of thirty layers, or adapters, or all weights of the policy and a
-separate critic"""
+METHODS = online_methods(64)
+
+
+def split(row: dict[str, Any]) -> dict[str, str]:
+    """Returns the first words of a review as a prompt and the others as the response."""
+    words = row['text'].split()
+    return {'prompt': ' '.join(words[:NUM_WORDS]), 'response': f' {" ".join(words[NUM_WORDS:])}'}
+
+
+def write_files(task: Task, reviews: Path) -> None:
+    """Writes `reviews.jsonl` and `other_reviews.jsonl` for the reward model, `demonstrations.jsonl` for SFT, and
+    `held_out.jsonl` and `prompts.jsonl`, in which no prompt is twice."""
+    rows = [json.loads(line) for line in reviews.read_text().splitlines()]
+    random.Random(0).shuffle(rows)
+    cut = NUM_REVIEWS + NUM_OTHERS
+    task.write('reviews.jsonl', rows[:NUM_REVIEWS])
+    task.write('other_reviews.jsonl', rows[NUM_REVIEWS:cut])
+    parts = [split(row) if len(row['text'].split()) >= LEAST_WORDS else None for row in rows]
+    task.write('demonstrations.jsonl', [part for part in parts[NUM_REVIEWS:cut] if part])
+    prompts = [{'prompt': text} for text in dict.fromkeys(part['prompt'] for part in parts[cut:] if part)]
+    task.write('held_out.jsonl', prompts[:NUM_HELD_OUT])
+    task.write('prompts.jsonl', prompts[NUM_HELD_OUT:])
 
 
 def main() -> None:
     parser = task_parser(__doc__, 'outputs/sentiment')
     parser.add_argument('reviews', type=Path)
-    names = ['sft', 'dpo', *METHODS]
-    parser.add_argument('--runs', nargs='+', choices=names, default=list(METHODS), help='runs after the reward model')
+    names = ['dpo', *METHODS]
+    parser.add_argument('--runs', nargs='*', choices=names, default=['ppo', 'grpo'], help='runs after SFT')
     parser.add_argument('--phases', type=int, default=16, help='phases of 64 responses')
     parser.add_argument('--reward_model', help='folder of a reward model, instead of training one')
     args = parser.parse_args()
-    rows = [json.loads(line) for line in args.reviews.read_text().splitlines()]
-    random.Random(0).shuffle(rows)
-    texts = [(row['text'].split(), row['label']) for row in rows[NUM_REVIEWS + NUM_HELD_OUT :]]
-    texts = [(words, label) for words, label in texts if len(words) >= 2 * NUM_WORDS]
-    prompts = [{'prompt': ' '.join(words[:NUM_WORDS])} for words, _ in texts]
-    task, plain = Task('sentiment', args), ['--apply_chat_template=false']
-    reviews = task.write('reviews.jsonl', rows[:NUM_REVIEWS])
-    other = task.write('other_reviews.jsonl', rows[NUM_REVIEWS : NUM_REVIEWS + NUM_HELD_OUT])
-    held_out, data = task.write('held_out.jsonl', prompts[:100]), task.write('prompts.jsonl', prompts[100:])
-    words = ['--validation_file', other, *plain]
-    reward = args.reward_model or task.learn('reward_model', 'reward-model', reviews, *words, metric='rm/val_accuracy')
-    scored = ['--reward_model', reward, '--max_new_tokens=24', f'--max_timesteps={args.phases}', *plain]
-    judged = ['--reward_model', reward, '--max_new_tokens=24', '--no_apply_chat_template']
-    models = {'as it is': task.start}
+    task = Task('sentiment', args)
+    write_files(task, args.reviews)
+    held_out, prompts = task.path('held_out.jsonl'), task.path('prompts.jsonl')
+    reward = args.reward_model
+    if not reward:
+        words = [task.path('reviews.jsonl'), '--validation_file', task.path('other_reviews.jsonl'), *PLAIN]
+        reward = task.learn('reward_model', 'reward-model', *words, metric='rm/val_accuracy')
+    scored = ['--reward_model', reward, *RESPONSES]
+    judged = [*scored, '--no_apply_chat_template']
+    sft = task.learn('sft', 'sft', task.path('demonstrations.jsonl'), *PLAIN)
+    models = {'as it is': task.start, 'sft': sft}
     for name in args.runs:
-        if name == 'sft':
-            praise = [words for words, label in texts[100:] if label == 1][:NUM_POSITIVE]
-            parts = [(' '.join(words[:NUM_WORDS]), f' {" ".join(words[NUM_WORDS:])}') for words in praise]
-            rows = [{'prompt': prompt, 'response': response} for prompt, response in parts]
-            models[name] = task.learn(name, 'sft', task.write('positive.jsonl', rows), *plain)
-        elif name == 'dpo':
-            pairs = task.pairs('pairs', task.start, prompts[100 : 100 + NUM_ASKED], *judged)
-            models[name] = task.learn(name, 'dpo', pairs, *plain)
+        if name == 'dpo':
+            asked = [json.loads(line) for line in Path(prompts).read_text().splitlines()[:NUM_ASKED]]
+            models[name] = task.learn(name, 'dpo', task.pairs('pairs', sft, asked, *judged), *PLAIN, start=sft)
         else:
             method, own = METHODS[name]
-            models[name] = task.learn(name, method, data, '--validation_file', held_out, *scored, *ONLINE, *own)
-    task.score_others(models, held_out, *judged)
+            words = ['--validation_file', held_out, *scored, *PLAIN, f'--max_timesteps={args.phases}', *ONLINE, *own]
+            models[name] = task.learn(name, method, prompts, *words, start=sft)
+    task.rows.insert(0, {'run': 'as it is'})
+    task.score_others({'as it is': task.start, 'sft': sft}, held_out, *judged)
+    task.score_others(models, held_out, *judged, start='sft')
     about = 'reward model: accuracy on held-out reviews; others: its mean score of held-out responses, greedily'
     task.finish(about, held_out, models, *judged)
 

@@ -28,6 +28,22 @@ def task_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     return parser
 
 
+def online_methods(responses: int) -> dict[str, tuple[str, list[str]]]:
+    """Returns the runs that learn from a reward, with `responses` per phase: their names, commands and options.
+
+    Trained are the top eight layers, or LoRA's matrices, both with a value head on the shared trunk for PPO; or all
+    weights of the policy and of a separate critic. GRPO has four responses to a prompt.
+    """
+    batch, shared, upper = f'--experience_batch_size={responses}', '--critic=shared', '--num_layers_unfrozen=8'
+    groups = [f'--experience_batch_size={responses // 4}', '--num_samples_per_prompt=4']
+    return {
+        'ppo': ('ppo', [batch, shared, upper]),
+        'grpo': ('grpo', [*groups, upper]),
+        'ppo_lora': ('ppo', [batch, shared, '--lora_rank=16']),
+        'ppo_all': ('ppo', [batch]),
+    }
+
+
 def command(*words: str) -> dict[str, float]:
     """Runs `chatgpt-rlhf` with these arguments. Returns its minutes, CPU minutes and peak GiB."""
     print('\n$ chatgpt-rlhf', shlex.join(words), flush=True)
@@ -130,7 +146,12 @@ class Task:
             row |= {'score': known[row['run']], **({'before': known[start]} if row['run'] != start else {})}
 
     def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
-        """Prints the table and six samples of each model, and writes them to results.json and table.txt."""
+        """Scores samples at temperature 1, which the methods maximise, for the rows with a greedy score. Prints the
+        table and six samples of each model, and writes them to results.json and table.txt."""
+        for row in self.rows:
+            if row['run'] in models and 'score' in row:
+                name = f'{row["run"]}_sampled'
+                row['sampled'] = self.score(models[row['run']], name, prompts, *words, '--temperature=1')
         lines = Path(prompts).read_text().splitlines()[:6]
         six = self.write('six.jsonl', [json.loads(line) for line in lines])
         answers = {name: self.answers(model, name, six, *words) for name, model in models.items()}

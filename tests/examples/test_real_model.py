@@ -109,6 +109,10 @@ def write_rows(path, rows):
     return path
 
 
+def short(methods):
+    return {name: (method, [*words, *SHORT]) for name, (method, words) in methods.items()}
+
+
 SHORT = ['--num_layers_unfrozen=1', '--max_timesteps=1', '--max_epochs=1', '--experience_batch_size=4']
 
 
@@ -139,8 +143,7 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     for name, count in counts.items():
         monkeypatch.setattr(additions, name, count)
     monkeypatch.setattr(additions, 'RESPONSES', ['--max_new_tokens=4'])
-    methods = {name: [*own, *SHORT] for name, own in additions.METHODS.items()}
-    monkeypatch.setattr(additions, 'METHODS', methods)
+    monkeypatch.setattr(additions, 'METHODS', short(additions.METHODS))
     out = tmp_path / 'out'
     (tmp_path / 'rewards.py').write_text(
         'def vowels(prompts, responses, answer):\n    return [sum(c in "aeiou" for c in r) for r in responses]\n'
@@ -148,14 +151,14 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     pairs = additions.Task.pairs  # a model that has learned nothing has no right sum
     reward = ['--reward_fn', f'{tmp_path / "rewards.py"}:vowels', '--max_new_tokens=16']
     monkeypatch.setattr(additions.Task, 'pairs', lambda self, *first: pairs(self, *first[:3], *reward))
-    names = ['ppo', 'grpo', 'dpo', 'reward_model']
+    names = ['ppo', 'grpo', 'ppo_all', 'dpo', 'reward_model']
     found = results_of(additions, out, monkeypatch, '--pretrain', start, '--runs', *names)
     output = capfd.readouterr().out
     assert [row['run'] for row in found['rows']] == ['as it is', 'sft', *names]
     assert all(0 <= row['score'] <= 1 for row in found['rows'])
     assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('What is ')
-    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo', 'grpo', 'dpo'}
+    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo', 'grpo', 'ppo_all', 'dpo'}
     rows = {row['run']: row for row in found['rows']}
     assert all(0 <= rows[name]['sampled'] <= 1 for name in rows if name != 'reward_model')
     assert rows['sft']['before'] == rows['as it is']['score'] and rows['dpo']['before'] == rows['sft']['score']
@@ -171,24 +174,28 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
 def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
     import sentiment
 
-    for name, count in (('NUM_REVIEWS', 8), ('NUM_HELD_OUT', 4), ('NUM_WORDS', 2)):
+    counts = {'NUM_REVIEWS': 8, 'NUM_OTHERS': 8, 'NUM_HELD_OUT': 6, 'NUM_ASKED': 8, 'LEAST_WORDS': 4}
+    for name, count in counts.items():
         monkeypatch.setattr(sentiment, name, count)
-    own = {name: (method, [*words, *SHORT]) for name, (method, words) in sentiment.METHODS.items()}
-    monkeypatch.setattr(sentiment, 'METHODS', own)
-    reviews = [{'text': f'film {n} is {"good" if n % 2 else "bad"}', 'label': n % 2} for n in range(130)]
+    monkeypatch.setattr(sentiment, 'METHODS', short(sentiment.METHODS))
+    reviews = [{'text': f'film {n % 30} is {"good" if n % 2 else "bad"}', 'label': n % 2} for n in range(60)]
     words = write_rows(tmp_path / 'reviews.jsonl', reviews), '--pretrain', tiny_chat_model(tmp_path / 'start')
-    names = ['sft', 'dpo', 'ppo', 'grpo']
+    names = ['dpo', 'ppo', 'grpo']
     found = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', *names)
-    assert [row['run'] for row in found['rows']] == ['reward_model', *names]
-    assert 0 <= found['rows'][0]['score'] <= 1 and all({'before', 'score'} <= row.keys() for row in found['rows'][1:])
-    assert all('kl' in row for row in found['rows'][3:])
+    assert [row['run'] for row in found['rows']] == ['as it is', 'reward_model', 'sft', *names]
+    rows = {row['run']: row for row in found['rows']}
+    assert 0 <= rows['reward_model']['score'] <= 1 and rows['sft']['before'] == rows['as it is']['score']
+    assert all({'before', 'score', 'sampled'} <= rows[name].keys() for name in names)
+    assert all('kl' in rows[name] for name in ('ppo', 'grpo'))
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('film ')
+    prompts = [json.loads(x)['prompt'] for f in ('held_out', 'prompts') for x in open(tmp_path / f'out/{f}.jsonl')]
+    assert len(prompts) == len(set(prompts)) > 10
     # a complete run is not repeated
     answers = [{'response': '', 'score': 0.0}] * 6
     monkeypatch.setattr(sys.modules['tasks'].Task, 'answers', lambda self, *words: answers)
     monkeypatch.setattr('tasks.command', lambda *words: pytest.fail(str(words)))
     again = results_of(sentiment, tmp_path / 'out', monkeypatch, *words, '--runs', *names)
-    assert [row['cpu_minutes'] for row in again['rows']] == [row['cpu_minutes'] for row in found['rows']]
+    assert [row.get('cpu_minutes') for row in again['rows']] == [row.get('cpu_minutes') for row in found['rows']]
     assert again['curves'] == found['curves']
 
 
@@ -196,7 +203,7 @@ def test_sentiment_on_a_tiny_model(tmp_path, monkeypatch):
 def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
     import preferences
 
-    monkeypatch.setattr(preferences, 'ONLINE', [*preferences.ONLINE, *SHORT])
+    monkeypatch.setattr(preferences, 'METHODS', short(preferences.METHODS))
     monkeypatch.setattr(preferences, 'RESPONSES', ['--max_new_tokens=4'])
     talk = '\n\nHuman: hi {0}\n\nAssistant: yes\n\nand?\n\nHuman: what\n\nAssistant:'
     pairs = [{'chosen': f'{talk.format(n)} good', 'rejected': f'{talk.format(n)} bad'} for n in range(30)]
