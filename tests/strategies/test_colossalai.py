@@ -217,6 +217,16 @@ def families_and_references(folder):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4), (what, losses)
 
 
+def gemini_gathers_adapters(folder):
+    """In chunks of adapters alone no other operation's backward gathers them."""
+    with ColossalAIStrategy(**GEMINI['gemini cpu cut'][0]) as strategy:
+        model, optimizer = pair_of(strategy, 'hybrid', Actor(tiny_causal_lm('gpt2', vocab_size=64), lora_rank=2))
+        for _ in range(2):
+            batch, weights = batches_of(strategy, 0)[0]
+            strategy.backward(-(model(batch).logprobs * weights).sum(), model, optimizer)
+            assert strategy.optimizer_step(optimizer) > 0
+
+
 def gemini_leaves_no_block_out(folder):
     for stage in (1, 2, 3):
         with ColossalAIStrategy(stage, 'bf16', **(SMALL if stage == 3 else {})) as strategy:
@@ -482,6 +492,7 @@ ON_TWO: dict[str, Callable[[Path], Any]] = {
     'outputs': outputs_are_plain,
     'unequal rows': ranks_with_unequally_many_rows,
     'families': families_and_references,
+    'adapters': gemini_gathers_adapters,
     'layer drop': gemini_leaves_no_block_out,
     'loss scale, zero': partial(loss_scale, options={'stage': 2, 'precision': 'fp16'}),
     'loss scale, gemini': partial(loss_scale, options=FP16),
