@@ -292,6 +292,7 @@ def _set_pad_token(config: Any, tokenizer: Any) -> None:
     elif pad in eos:
         warnings.warn(
             f'save_pretrained: the padding id {pad} is an end token too, so transformers will read the score of an '
-            'ended sequence one token early; RewardModel.from_pretrained does not',
+            'ended sequence one token early; RewardModel.from_pretrained does not, nor does transformers if pad_token '
+            'of the tokenizer is another token',
             stacklevel=3,
         )
