@@ -51,13 +51,14 @@ def _completion(example: Example) -> list[dict[str, Any]]:
 def _alpaca(example: Example) -> list[dict[str, Any]]:
     found: Any = as_kind(example, 'demonstration')
     prompt = found.prompt
+    given = None
     if isinstance(prompt, Instruction):
         given = prompt
     elif isinstance(prompt, str) and prompt:
         given = Instruction(prompt)
-    elif isinstance(prompt, tuple) and len(prompt) == 1 and isinstance(found.response, str):
+    elif isinstance(prompt, tuple) and len(prompt) == 1:
         given = Instruction(prompt[0].content)
-    else:
+    if given is None or not isinstance(found.response, str):
         raise BadRecord('more than one question and its answer, which instruction, input and output cannot hold')
     return [{'instruction': given.instruction, 'input': given.input, 'output': found.response}]
 

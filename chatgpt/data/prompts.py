@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +73,21 @@ class PromptSet(SequenceOf[Prompt]):
     def __getitem__(self, position: Any) -> Any:
         return self._prompts[position]
 
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
-
-    def num_distinct(self) -> int:
-        """The number of prompts with different ids."""
-        return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
-
     def facts(self) -> dict[str, int]:
         """The entries of run.json about prompts: their number and the numbers of distinct, truncated and skipped ones;
         empty for prompts without text.
         """
         if not any(len(prompt.ids) for prompt in self._prompts):
             return {}  # tasks of an environment, which writes their text
-        counts = {'prompts': len(self), 'distinct': self.num_distinct()}
-        return counts | {'cut': self.num_cut, 'skipped': self.num_skipped}
+        distinct = len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
+        return {'prompts': len(self), 'distinct': distinct, 'cut': self.num_cut, 'skipped': self.num_skipped}
 
     def fingerprint(self) -> str:
         """The number of prompts and a hash of their ids, by which a resume detects changed data."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for prompt in self._prompts:
             digest.update(prompt.ids.numpy().tobytes() + b'|')
@@ -187,8 +184,7 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
     if column in data:
         if data[column] is None:
             raise BadRecord(f'the prompt in column {column!r} is empty')
-        given = data[column]
-        prompt, _ = prompt_of({'prompt': given, 'system': None if isinstance(given, str) else data.get('system')})
+        prompt, _ = prompt_of({'prompt': data[column], 'system': data.get('system')})
         if isinstance(prompt, tuple) and prompt[-1].role == 'assistant':
             raise BadRecord('the prompt ends with a turn of the assistant, where an answer is to come; drop it')
         return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)

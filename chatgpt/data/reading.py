@@ -265,7 +265,7 @@ def _csv(path: Path, bad: BadRecords, tab: bool) -> Iterator[Record]:
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     # surrogateescape keeps bytes that are not UTF-8 in their row, which is then reported with its line
     with io.TextIOWrapper(open_bytes(path), 'utf-8-sig', errors='surrogateescape', newline='') as file:  # type: ignore[arg-type]
-        first_line = file.readline()
+        first_line = next((line for line in file if line.strip()), '')
         file.seek(0)
         delimiter = '\t' if tab else next((d for d in (',', ';', '\t') if d in first_line), ',')
         reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -341,7 +341,7 @@ def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
             start = block.removeprefix(_BOM).lstrip()
     if start.startswith(b'['):
         yield from _array(path, bad)
-    elif path.suffix == '.json':
+    elif path.name.removesuffix('.gz').endswith('.json'):
         yield from _unwrapped(path, bad, split)
     else:
         yield from _objects(path, bad)
@@ -478,6 +478,8 @@ def _array(path: Path, bad: BadRecords) -> Iterator[Record]:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise ValueError(f'{path}, line {error.lineno}: not valid JSON from here on: {error.msg}') from None
+        except RecursionError:
+            raise ValueError(f'{path}, line {line}: not valid JSON from here on: nested too deeply') from None
         if isinstance(value, dict):
             yield Record(value, f'{path}, line {line}')
         elif isinstance(value, str):

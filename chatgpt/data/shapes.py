@@ -267,11 +267,6 @@ def _completion(data: Mapping[str, Any], where: str) -> Example:
     return _answered(prompt, response, data, {*used, key}, where)
 
 
-def _prompt_only(data: Mapping[str, Any], where: str) -> Example:
-    prompt, used = prompt_of(data)
-    return PromptExample(prompt=prompt, columns=_rest(data, used), where=where)
-
-
 def _text(data: Mapping[str, Any], where: str) -> Example:
     text = _string(data['text'], 'text')
     _not_blank(text, 'the text')
@@ -286,7 +281,7 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
     'messages': _messages,
     'instruction': _completion,
     'completion': _completion,
-    'prompt': _prompt_only,
+    'prompt': _completion,
     'text': _text,
 }
 

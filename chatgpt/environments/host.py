@@ -40,6 +40,14 @@ from chatgpt.registry import load_module
 Answer = Step | Failure
 
 
+def kill_group(pid: int) -> None:
+    """Kills a process group; one that has ended is no error."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # macOS raises the latter for a group that has ended
+        pass
+
+
 def name_of(factory: Any) -> str:
     """Returns the name of an environment in messages: that of its class or function."""
     factory = getattr(factory, 'func', factory)  # a partial

@@ -16,7 +16,6 @@ import os
 import re
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from chatgpt.environments.confined import CONFINED
+from chatgpt.environments.host import kill_group
 
 PROGRAM = Path(__file__).with_name('confined.py')
 POLL_S = 0.05
@@ -147,7 +147,7 @@ def _run(code: str, limits: Limits, *, bubblewrap: bool, folder: str | None = No
             output, end = _follow(process, code.encode('utf-8', 'replace'), info_read, limits)
         finally:
             # Before reaping, so that the group's id cannot be reused. bwrap's children end with it.
-            _kill_group(process.pid)
+            kill_group(process.pid)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
@@ -300,13 +300,6 @@ def _write(stdin: IO[bytes], code: bytes, written: int) -> int:
         return written
     except BrokenPipeError:
         return len(code)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has ended; macOS raises the latter for such a group
-        pass
 
 
 # ---------------------------------------------------------------------- as a tool

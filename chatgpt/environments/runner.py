@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from chatgpt.environments.base import EnvironmentFactory, EnvironmentSettings, Failure, Step, shown
-from chatgpt.environments.host import Answer, Host, failure, name_of
+from chatgpt.environments.host import Answer, Host, failure, kill_group, name_of
 
 GRACE_S = 0.25
 """time for a coroutine over its limit to be cancelled, before its worker is lost"""
@@ -403,7 +403,7 @@ class _Process(_Worker):
         if connection is not None:
             connection.close()
         with self.reaping:
-            _kill_group(process.pid)  # before waiting: until then the pid cannot be reused
+            kill_group(process.pid)  # before waiting: until then the pid cannot be reused
             code = process.wait()
         if code >= 0:
             return f'exit code {code}'
@@ -426,14 +426,7 @@ class _Process(_Worker):
         process = self.process
         with self.reaping:
             if process is not None and process.returncode is None:
-                _kill_group(process.pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
+                kill_group(process.pid)
 
 
 def difference(before: Step, now: Step) -> str | None:

@@ -9,6 +9,7 @@ that never changes earlier text, which is tested on example conversations before
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal, Protocol
 
 from chatgpt.data.formats import apply_template, begin_ids, note_turns, template_of, text_choice, text_is_turn
@@ -262,7 +263,7 @@ class ChatTemplate:
         if getattr(self.tokenizer, 'response_template', None) is None:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
         written = self._render([*question, call]).removesuffix(self._ending())
-        written = written[_common(shown, written) :]
+        written = written[len(commonprefix([shown, written])) :]
         message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
         if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
             raise ValueError(
@@ -327,13 +328,8 @@ def _is_unchanged(body: str, content: str, kind: str) -> bool:
     return content.strip() in body if kind == 'tool' else content.strip() == body.strip()
 
 
-def _common(a: str, b: str) -> int:
-    """Returns the length of the common prefix of two texts."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
 def _rewrites(before: str, after: str, messages: Sequence[Mapping[str, Any]]) -> ValueError:
-    at = _common(before, after)
+    at = len(commonprefix([before, after]))
     start = max(at - 24, 0)
     return ValueError(
         f"the tokenizer's chat template rewrites what came before once a message of {messages[0]['role']} follows: "

@@ -226,6 +226,7 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
             tokenizer=inputs.reward_tokenizer,
             max_tokens_per_batch=settings.max_tokens_per_batch,
             max_length=inputs.reward_context,
+            packing=settings.packing,
         )
     return PPOTrainer(
         strategy,

@@ -154,14 +154,6 @@ class PolicyLoss:
     aggregation: Aggregation | None = None
     settings: type | None = None
 
-    def own_settings(self, given: Mapping[str, Any] | None) -> Any:
-        """Returns its own settings made from a mapping; None if it has none.
-
-        Raises:
-            ValueError: an unknown name, a missing value without a default, or a value that the dataclass refuses.
-        """
-        return settings_of(self.settings, given, 'loss_settings', 'policy_loss')
-
 
 def settings_of(cls: type | None, given: Mapping[str, Any] | None, name: str, owner: str) -> Any:
     """Returns the settings of a loss, an object of `cls` made from the mapping `given`; None without a class.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -383,17 +383,14 @@ class Trainer:
     @contextmanager
     def _claimed(self) -> Iterator[None]:
         """Locks the run folder on rank 0."""
-        if self.run_dir is None:
+        with ExitStack() as held:
+
+            def claim() -> None:
+                if self.run_dir is not None:
+                    held.enter_context(claim_folder(self.run_dir))
+
+            self.strategy.run_on_rank0(claim)
             yield
-            return
-        lock: list[Any] = []
-        run_dir = self.run_dir
-        self.strategy.run_on_rank0(lambda: lock.append(claim_folder(run_dir)))
-        try:
-            yield
-        finally:
-            for held in lock:
-                held.release()
 
     def expect_updates(self, count: int) -> None:
         """Sets the end of a `fit` of `count` optimizer steps, which begins or resumes now."""

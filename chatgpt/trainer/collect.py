@@ -196,15 +196,6 @@ class Collector:
             finally:
                 self.engine.end()
 
-    @contextmanager
-    def environments(self) -> Iterator[None]:
-        """Context that closes the engine's environments at its end."""
-        try:
-            yield
-        finally:
-            if self.engine.environment is not None:
-                self.engine.close()
-
     def free(self) -> None:
         """Frees everything kept for the next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
         self.engine.release()

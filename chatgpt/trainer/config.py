@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from chatgpt.functional.choices import Aggregation, KLKind, OffPolicy
 from chatgpt.rules import check
-from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator, settings_of
 from chatgpt.trainer.experience.shaping import ScoreScaling
 from chatgpt.trainer.nlpo import NLPOSettings
 from chatgpt.trainer.objectives.config import CriticLossSettings
@@ -177,7 +177,8 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
     @property
     def of_loss(self) -> Any:
         """The settings of the policy loss itself."""
-        return POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
+        own = POLICY_LOSSES.find(self.policy_loss).settings
+        return settings_of(own, self.loss_settings, 'loss_settings', 'policy_loss')
 
     @property
     def critic_apart(self) -> bool:
@@ -204,7 +205,7 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        POLICY_LOSSES.find(self.policy_loss).own_settings(self.loss_settings)
+        _ = self.of_loss
         _ = self.of_critic_loss
         check(self, PPO_RULES)
         check_cut('experience_batch_size', self.experience_batch_size, world_size)

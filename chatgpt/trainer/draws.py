@@ -6,33 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from chatgpt.data.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import Call, SamplingParams
 from chatgpt.strategies.base import Strategy
 from chatgpt.types import Sample
-
-
-@dataclass(eq=False, kw_only=True)
-class Timestep:
-    """This rank's share of the prompts of a timestep."""
-
-    first_prompt: int
-    """number of prompts before it, all ranks together"""
-    first_sample: int
-    call: Call
-    """the call of the engine"""
-    version: int
-    """learning phases of the weights that generate it"""
-
-    def generated(self, generate: Callable[[Call], list[Sample]]) -> list[Sample]:
-        """Returns the samples of `generate` for its call, with their version."""
-        samples = generate(self.call)
-        for sample in samples:
-            sample.version = self.version
-        return samples
 
 
 class Draws:
@@ -78,8 +57,9 @@ class Draws:
         self.samples_drawn += sum(counts)
         return first
 
-    def draw(self, version: int) -> Timestep:
-        """Returns this rank's share of the next prompts, with their numbers."""
+    def draw(self) -> tuple[Call, int, int]:
+        """Returns the engine's call for this rank's share of the next timestep, and the numbers of its first prompt and
+        its first sample, all ranks together."""
         assert self.prompts is not None and self._order is not None, 'set_prompts first'
         n, k = self.batch_size, self.num_samples_per_prompt
         first_prompt, first_sample, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
@@ -93,7 +73,7 @@ class Draws:
         )
         self.prompts_drawn += n
         self.samples_drawn += n * k
-        return Timestep(first_prompt=first_prompt, first_sample=first_sample, call=call, version=version)
+        return call, first_prompt, first_sample
 
     @contextmanager
     def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
@@ -103,8 +83,15 @@ class Draws:
             sizes: numbers of timesteps of this phase and the following ones.
             version: learning phases of the policy.
         """
+
+        def next_samples() -> list[Sample]:
+            samples = self.generate(self.draw()[0])
+            for sample in samples:
+                sample.version = version
+            return samples
+
         with self.begun():
-            yield lambda: self.draw(version).generated(self.generate)
+            yield next_samples
 
     def learned(self) -> None:
         """Forgets the timesteps that were taken, once they are in the replay buffer."""

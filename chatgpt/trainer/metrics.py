@@ -69,22 +69,15 @@ class BatchStats:
     def reduced(self, strategy: Communicator) -> dict[str, float]:
         """Returns the metrics over all ranks. Every rank must have added the same names."""
         result: dict[str, float] = {}
-        for name, (total, weight) in self._summed(strategy).items():
-            result[name] = total / weight if weight else total
+        if names := sorted(self._sums):
+            totals = strategy.sums.totals([[torch.stack(pair) for pair in self._sums[n]] for n in names])
+            result = {n: total / weight if weight else total for n, (total, weight) in zip(names, totals, strict=True)}
         if self._extremes:
             names = sorted(self._extremes)
             flat = torch.stack([self._extremes[name] for name in names]).to(strategy.device)
             for name, value in zip(names, strategy.all_reduce(flat, op='max').tolist(), strict=True):
                 result[name.removeprefix('-')] = -value if name.startswith('-') else value
         return result
-
-    def _summed(self, strategy: Communicator) -> dict[str, tuple[float, float]]:
-        """Returns totals and weights over micro-batches and ranks."""
-        if not self._sums:
-            return {}
-        names = sorted(self._sums)
-        totals = strategy.sums.totals([[torch.stack(pair) for pair in self._sums[n]] for n in names])
-        return dict(zip(names, totals, strict=True))
 
 
 class PhaseMetrics:
@@ -120,11 +113,6 @@ def _spread(values: Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0
 
 
-def _sum(e: Experience, x: Tensor) -> Tensor:
-    """Returns the sum of (A,) over the tokens that count, fp64."""
-    return torch.where(e.response_mask, x, 0.0).double().sum()
-
-
 def sampled_mask(e: Experience) -> Tensor:
     """Returns the mask of sampled tokens, including those that no longer count; (A,) bool.
 
@@ -154,7 +142,7 @@ def rollout_metrics(
 
     def row(e: Experience) -> Tensor:
         gaps = e.old_logprobs - e.ref_logprobs, kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3'), e.kl, e.old_logprobs
-        return torch.stack([_sum(e, x) for x in gaps])
+        return torch.stack([torch.where(e.response_mask, x, 0.0).double().sum() for x in gaps])
 
     scored = compared(experiences) or list(experiences)
     scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
@@ -358,15 +346,14 @@ FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 """odd 64-bit numbers: sums of their products with four ids are equal for different n-grams once in about 10^19 pairs"""
 
 
-def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None = None) -> dict[str, float]:
+def repetition(responses: SequenceOf[Tensor]) -> dict[str, float]:
     """Returns `rollout/repetition_within` and `_across` of (A,) id tensors; {} if no response has four tokens.
 
     Within: mean over the responses of the share of their 4-grams that occur earlier in the same response. Across: the
     share of the responses' distinct 4-grams that an earlier response of the phase has too; it grows with the number of
-    responses, so compare phases of the same size. With `masks`, (A,) bool, only 4-grams with all tokens True are
-    counted: those of the policy.
+    responses, so compare phases of the same size.
     """
-    found = [different_runs(ids, None if masks is None else masks[i]) for i, ids in enumerate(responses)]
+    found = [different_runs(ids, None) for ids in responses]
     counts = [(total, len(runs)) for total, runs in found]
     return _repetition(counts, len(np.unique(np.concatenate([NONE, *(runs for _, runs in found)]))))
 

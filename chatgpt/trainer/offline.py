@@ -100,9 +100,9 @@ class Objective(ABC):
         """Returns the sequences of a record, which share a forward."""
         return [record]
 
-    @abstractmethod
     def weight(self, record: Any) -> int:
-        """Returns the weight of a record in the divisor."""
+        """Returns the weight of a record in the divisor: by default the number of tokens that count."""
+        return int(record.response_mask.sum())
 
     def columns(self, records: list[Any]) -> dict[str, Tensor]:
         """Returns the inputs of the loss beside the tokens; see `Batch.columns`. An empty list gives columns of length
@@ -348,7 +348,7 @@ class OfflineTrainer(Trainer):
         derived ones."""
         objective, records = self.objective, self.objective.records(data)
         objective.prepare(records)
-        totals, stats = objective.totals(records), BatchStats()
+        stats = BatchStats()
         cuts = cuts_of_share(
             self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS
         )
@@ -357,6 +357,7 @@ class OfflineTrainer(Trainer):
             return objective.batch([records[i] for i in positions], totals, packing=self.config.packing)
 
         with in_eval_mode(self.strategy.unwrap(self.model)):
+            totals = objective.totals(records)  # KTO's reference point is computed by the model
             for _, (_, metrics) in sweep(self.strategy, cuts, make_batch, lambda b: objective.loss(self.model, b)):
                 stats.add(metrics)
         means = stats.reduced(self.strategy)

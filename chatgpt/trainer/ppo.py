@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -226,7 +226,7 @@ class PPOTrainer(Stepwise):
             self.warn(warning)
         self.course.expect(self.collector.plan, first_phase, resumes=self.is_resuming)
         self.expect_updates(self.collector.plan.num_updates(self.config, first_phase))
-        with self.collector.environments(), self.running(num_phases):
+        with self.engine if self.engine.environment is not None else nullcontext(), self.running(num_phases):
             while self.collector.phases() and not self.stop_agreed() and self.collect():
                 self.learn()
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from chatgpt.data.formats import note_model
 from chatgpt.data.prompts import as_prompts
-from chatgpt.data.rewards.calling import call
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.rollout import RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
@@ -31,7 +30,7 @@ from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import episode_row, format_table, prompt_row, shown_parts
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.experience.scorers import as_scorer, scored, sequence_score
+from chatgpt.trainer.experience.scorers import as_scorer, call_on, scored, sequence_score
 from chatgpt.types import EVAL_INDEX, Sample
 
 Decoding = Callable[[Any], AbstractContextManager[Any]]
@@ -90,7 +89,10 @@ class PromptEvaluation:
     def __call__(self, trainer: TrainerView, decoding: Decoding = nullcontext) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
         models = trainer.models()
-        actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
+        name = self.model or ('actor' if 'actor' in models else next(iter(models)))
+        if name not in models:
+            raise ValueError(f'PromptEvaluation: the trainer has no model {name!r}; it has {", ".join(models)}')
+        actor = models[name]
         bare: Any = strategy.unwrap(actor)
         if self.engine is None:
             self.engine = engine_for(bare, keep=False)  # no cache is kept between two evaluations
@@ -100,7 +102,10 @@ class PromptEvaluation:
         prompts = self._tokenized[1]
         sampling, stops = sampling_for(bare, tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
-        with self._acting(tokenizer, stops) as engine:
+        engine = self.engine
+        if self.environment is not None:
+            engine = EpisodeEngine(engine, self.environment, tokenizer, self.environment_settings, stop_strings=stops)
+        with nullcontext() if self.environment is None else engine:
             collector = Collector(
                 strategy,
                 engine,
@@ -121,25 +126,10 @@ class PromptEvaluation:
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)
 
-    @contextmanager
-    def _acting(self, tokenizer: Any, stops: Any) -> Iterator[RolloutEngine]:
-        """Yields the engine, with the environment if there is one."""
-        assert self.engine is not None
-        if self.environment is None:
-            yield self.engine
-            return
-        engine = EpisodeEngine(self.engine, self.environment, tokenizer, self.environment_settings, stop_strings=stops)
-        try:
-            yield engine
-        finally:
-            engine.close()
-
     def _metrics(self, samples: list[Sample]) -> dict[str, list[float]]:
         if self.metric_fn is None:
             return {}
-        prompts, outputs = [s.prompt_text for s in samples], [s.response_text for s in samples]
-        columns = {name: [s.columns.get(name) for s in samples] for s in samples[:1] for name in s.columns}
-        given = call(self.metric_fn, prompts, outputs, columns)
+        given = call_on(self.metric_fn, samples)
         result = {name: [float(v) for v in values] for name, values in given.items()}
         for name, values in result.items():
             if len(values) != len(samples):

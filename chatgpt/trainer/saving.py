@@ -79,7 +79,7 @@ def save_trained(
             another folder, which the message names.
     """
     trained = trained_model(trainer, model)
-    new = not Path(path).exists()
+    new = trainer.strategy.run_on_rank0(lambda: not Path(path).exists())  # the same branch on every rank
     try:
         _write_weights(trainer.strategy, trained, path, trainer.tokenizer, dtype)
     except Exception as error:
@@ -203,7 +203,7 @@ def _rescued(trainer: TrainerView, model: nn.Module, path: Path, dtype: torch.dt
         other = None
         try:
             folder = strategy.run_on_rank0(make)
-            if folder is None or (folder / f'rescued-{path.name}').exists():
+            if folder is None or strategy.run_on_rank0((folder / f'rescued-{path.name}').exists):
                 continue
             other = folder / f'rescued-{path.name}'
             _write_weights(strategy, model, other, trainer.tokenizer, dtype)

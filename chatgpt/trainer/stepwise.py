@@ -60,7 +60,7 @@ class Stepwise(Trainer):
         share.
 
         Args:
-            queries: (P,) id tensors, or texts if the trainer has a tokenizer; one tensor counts as a list of one.
+            queries: (P,) id tensors, or texts if the trainer has a tokenizer; a single one counts as a list of one.
             length_sampler: called once per query; returns the maximum of new tokens of its response.
             return_prompt: prepend the prompt's tokens to the response's.
             **generate_kwargs: generation settings for this call, in place of the trainer's.
@@ -68,7 +68,7 @@ class Stepwise(Trainer):
         Raises:
             ValueError: an unknown setting, a prompt without room for a response.
         """
-        prompts = self._prompts('generate', [queries] if isinstance(queries, Tensor) else list(queries))
+        prompts = self._prompts('generate', [queries] if isinstance(queries, (Tensor, str)) else list(queries))
         actor = self.models()['actor']
         sampling, _ = sampling_for(self.strategy.unwrap(actor), self.tokenizer, self.generation | generate_kwargs)
         self._generated_with = (sampling,)
@@ -196,6 +196,8 @@ def given_samples(
         dense = score.dim() > 0 and score.numel() > 1
         if len(ids) == 0:
             raise ValueError(f'step: response {i} is empty; it needs at least its end token')
+        if not score.numel():
+            raise ValueError(f'step: scores[{i}] is empty')
         if len(mask) != len(ids):
             raise ValueError(f'step: response_masks[{i}] has {len(mask)} entries for {len(ids)} tokens')
         if dense and len(score) != len(ids):

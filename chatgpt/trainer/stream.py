@@ -108,8 +108,8 @@ class Stream(Draws):
                 self._warn_of_misfit(len(self._timesteps()))
                 self.forget()
             for _ in range(-(-(sum(sizes) - len(self.queue.groups)) // self.share)):
-                timestep = self.draw(version)
-                self._add(timestep.call.indices, timestep.first_prompt, timestep.first_sample)
+                call, first_prompt, first_sample = self.draw()
+                self._add(call.indices, first_prompt, first_sample)
             idle = any(not e.ended and (self.slice_tokens or not e.busy) for e in self.queue.entries.values())
             if any(self.strategy.all_gather_object(idle)):
                 self._begin()

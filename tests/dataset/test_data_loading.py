@@ -3,6 +3,7 @@ errors about truncated rows, equal pairs, rows of another kind and reserved colu
 
 from __future__ import annotations
 
+import json
 import runpy
 import warnings
 from pathlib import Path
@@ -166,6 +167,7 @@ def test_conversion_to_several_records():
         (Demonstration(prompt='p', response='r'), 'text_label', 'no label'),
         (Demonstration(prompt='', response='r'), 'messages', 'a text without a prompt'),
         (Demonstration(prompt=(U('a'), A('b'), U('c')), response='d'), 'alpaca', 'more than one question'),
+        (Demonstration(prompt='a', response=(A('b'), U('c'), A('d'))), 'alpaca', 'more than one question'),
         (Labelled(prompt='p', response='r', label=3), 'kto', 'neither a preference nor a labelled answer'),
     ],
 )
@@ -294,6 +296,12 @@ def test_a_column_with_the_name_of_an_argument_is_an_error():
         for load in (lambda row=row: load_prompts([row], byte_tokenizer()), lambda r=record: as_prompts([r])):
             with pytest.warns(UserWarning, match=f'the prompts have columns called {name},'):
                 assert load()[0].columns == {'answer': 'z'}
+
+
+def test_turns_in_json_text_keep_the_system_message(tokenizer):
+    row = {'prompt': json.dumps([{'role': 'user', 'content': 'q'}]), 'system': 'be brief'}
+    turns = {'prompt': [{'role': 'user', 'content': 'q'}], 'system': 'be brief'}
+    assert load_prompts([row], tokenizer)[0].text == load_prompts([turns], tokenizer)[0].text != 'q'
 
 
 def texts(prompts):

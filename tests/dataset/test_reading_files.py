@@ -30,7 +30,12 @@ def skipping(source, **kw):
 
 
 def test_csv_with_bom_quoted_newlines_crlf_and_other_delimiters(tmp_path):
-    for name, text in (('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')):
+    for name, text in (
+        ('a.csv', '\na;b\n1;2,5\n'),
+        ('a.csv', 'a;b\n1;2,5\n'),
+        ('a.tsv', 'a\tb\n1\t2,5\n'),
+        ('a.csv', 'a\tb\n1\t2,5\n'),
+    ):
         assert read(write(tmp_path / name, text))[0][0] == {'a': '1', 'b': '2,5'}
     path = write(tmp_path / 'a.csv', b'\xef\xbb\xbf"act","prompt"\r\n"x","one\r\ntwo"\r\n\r\n"y","say ""hi"", now"\r\n')
     assert read(path) == [
@@ -105,6 +110,7 @@ def test_a_broken_row_costs_only_itself(tmp_path, broken, reason):
         ('[{"a": 1},\n{"a" 2}]', 'line 2: not valid JSON from here on'),
         ('[{"a": 1}]\n{"a": 2}', 'line 1: more text after the end of the array'),
         ('[{"a": 1},\n{"a": "\xff"}]', 'line 2: not UTF-8'),
+        (f'[{{"a": 1}},\n{100_000 * "["}', 'line 2: not valid JSON from here on: nested too deeply'),
     ],
 )
 def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
@@ -158,6 +164,9 @@ def test_a_broken_pretty_object_with_objects_inside_costs_only_itself(tmp_path):
 def test_rows_under_a_key(tmp_path):
     path = write(tmp_path / 'a.json', json.dumps({'type': 'x', 'data': [{'a': 1}, {'a': 2}]}))
     assert read(path) == [({'a': 1}, f'{path}, data[0]'), ({'a': 2}, f'{path}, data[1]')]
+    with gzip.open(tmp_path / 'a.json.gz', 'wt') as file:
+        file.write(path.read_text())
+    assert [row for row, _ in read(tmp_path / 'a.json.gz')] == [{'a': 1}, {'a': 2}]
     assert read(write(tmp_path / 'b.json', '{"prompt": "only one"}'))[0][0] == {'prompt': 'only one'}
 
 

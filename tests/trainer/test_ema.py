@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import sft, weights
+from tiny_runs import fit, ppo, sft, weights
 from transformers import AutoModelForCausalLM
 
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
@@ -77,6 +77,8 @@ def test_mistakes():
         EMA(1.0)
     with pytest.raises(ValueError, match="no model 'critic'; it has actor"):
         sft(callbacks=[EMA(model='critic')]).fit()
+    with pytest.raises(ValueError, match='a critic that learns in passes of its own cannot be averaged'):
+        fit(ppo(callbacks=[EMA(model='critic')], critic_epochs=2), 1)
 
 
 KINDS = {'ddp': (DDPStrategy, {}), 'fsdp': (FSDPStrategy, {})}

@@ -109,6 +109,7 @@ def test_step_refuses():
     for change, message in (
         ({'responses': []}, 'lists of one length'),
         ({'scores': [float('nan')]}, r'scores\[0\] is not finite'),
+        ({'scores': [torch.tensor([])]}, r'scores\[0\] is empty'),
         ({'scores': [torch.tensor([1.0, 2.0])]}, r'scores\[0\] has 2 entries for 3 tokens'),
         ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
         ({'responses': [torch.tensor([4, VOCAB, 6])]}, '^step: response 0 has the token id 16, outside of the vocab'),

@@ -177,6 +177,12 @@ def test_evaluation_of_other_records(kind):
     assert abs(seen[0][1]['loss'] - seen[0][0]['loss']) > 1e-3
 
 
+def test_an_evaluation_draws_no_dropout():
+    trainer = make('kto', dropout=0.5, moved=True)
+    trainer.model.train()
+    assert trainer.evaluate(data(4)) == trainer.evaluate(data(4)) and trainer.model.training
+
+
 def test_ranked_answers_are_all_pairs_here_and_for_the_reward_trainer():
     for record, expected in (
         # 6 and 7 are tied; the last 6 repeats the second text, which has the better rank

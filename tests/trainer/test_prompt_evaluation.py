@@ -169,6 +169,17 @@ def test_dpo_and_ppo_generate_with_their_actor():
     assert 0 <= evaluator.last['eval/score_mean'] <= 3
 
 
+def test_a_metric_gets_the_columns_of_all_prompts():
+    def wanted(prompts: list[str], outputs: list[str], want: list[Any]) -> dict[str, list[float]]:
+        assert want == [None, 1, 0]
+        return {'n': [1.0] * 3}
+
+    evaluation = evaluation_of([{'prompt': 'a'}, *PROMPTS[1:]], metric_fn=wanted, max_new_tokens=1)
+    assert evaluation(sft())['metrics/n'] == 1.0
+    with pytest.raises(ValueError, match="PromptEvaluation: the trainer has no model 'critic'; it has actor"):
+        evaluation_of(model='critic')(sft())
+
+
 def test_a_metric_of_another_length_is_refused():
     with pytest.raises(ValueError, match="metric_fn: 'n' has 1 numbers for 3 samples"):
         evaluation_of(metric_fn=lambda **_: {'n': [1.0]}, max_new_tokens=1)(sft())

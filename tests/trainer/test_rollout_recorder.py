@@ -100,6 +100,11 @@ def test_entropy_is_null_where_nothing_was_learned_from_a_sequence(tmp_path):
     assert not any(any(r['mask']) for r in rows[:6])
 
 
+def test_entropy_is_there_if_the_critic_learns_apart(tmp_path):
+    fit(make(tmp_path, critic_epochs=1), 1)
+    assert all(len(row['entropy']) == len(row['token_ids']) for row in read_rollouts(tmp_path))
+
+
 def recorded(folder: Path, strategy: Any = None) -> None:
     fit(make(folder, strategy, experience_batch_size=4, max_tokens_per_batch=16, max_epochs=2), 1)
 

@@ -36,7 +36,7 @@ def main(name: str, folder: Path) -> None:
     resumed = FakeTrainer([second], folder / 'mine', lr=0.125)
     resumed.callbacks.load_state_dict({f'{make.__name__}.0': first.state_dict()})
     resumed.phase = 1
-    resumed.fit([{'ppo/loss': 0.25, 'rollout/score_mean': 2.0}])
+    resumed.fit([{'ppo/loss': 0.25, 'rollout/score_mean': 2.0, 'eval/score_mean@beta=1': 1.0}])
     failing = FakeTrainer([make()], folder / 'theirs')
     failing.callbacks.on_fit_start(failing)
     failing.run_phase({'ppo/loss': 0.75})

@@ -64,7 +64,8 @@ class EMA(Callback):
         return iter(trainer.strategy.model_pieces(trainer.models()[self._name(trainer)]))
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._name(trainer)
+        if self._name(trainer) == 'critic' and getattr(trainer.config, 'critic_apart', False):
+            raise ValueError('EMA: a critic that learns in passes of its own cannot be averaged; leave model out')
         if not self._pieces:
             self._pieces = {(p.name, p.start): _copied(p) for p in self._own(trainer)}
         self._num_updates = trainer.num_updates
@@ -137,11 +138,11 @@ class EMA(Callback):
         """Writes the average as a Hugging Face folder. Call it on every rank."""
         path, strategy = Path(path), trainer.strategy
         model = trainer.models()[self._name(trainer)]
+        dtype = self.dtype or trained_dtype(strategy.unwrap(model))  # a full model may have wider weights
         with (
             self.averaged(trainer, path.with_name(f'.{path.name}.tmp')),
             strategy.full_model(model, dtype=torch.float32, on_disk=path.parent) as full,
         ):
-            dtype = self.dtype or trained_dtype(strategy.unwrap(model))
             strategy.run_on_rank0(
                 lambda: cast(Any, full).save_pretrained(path, tokenizer=trainer.tokenizer, dtype=dtype)
             )

@@ -78,8 +78,7 @@ class RolloutRecorder(Callback):
         self._folder = None  # the phase may have changed: begin again at the next recording
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
-        if epoch == 0:
-            self._seen = []
+        if epoch == 0:  # also of the passes of a critic that learns apart, in which the policy has no outputs
             self._watches = self._is_due(trainer, trainer.phase + 1)
 
     def on_policy_output(self, trainer: TrainerView, batch: Batch, output: Any) -> None:

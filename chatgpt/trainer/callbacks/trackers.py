@@ -8,6 +8,7 @@ registration. A tracker is a callback class that is made without arguments; pass
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from abc import abstractmethod
@@ -185,8 +186,9 @@ class WandB(_ProjectTracker):
         columns = [c for c in columns_to_log if c in batch]
         if self._run is None or not columns:
             return
-        rows = [list(row) for row in zip(*(batch[c] for c in columns), rewards, strict=True)]
-        table = self.package.Table(columns=[*columns, 'reward'], data=rows)
+        shown = {c: batch[c] for c in columns} | ({'reward': rewards} if rewards else {})
+        rows = [list(row) for row in zip(*shown.values(), strict=True)]
+        table = self.package.Table(columns=list(shown), data=rows)
         self._run.log({'game_log': table}, step=trainer.phase)
 
     def finish(self, *, failed: bool) -> None:
@@ -269,7 +271,8 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        names = {name: re.sub(r'[^\w/.\- :]', ' ', name) for name in metrics}  # it refuses others, such as beta=1
+        values = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(values), MAX_METRICS):
             self._run.log_batch(self._run_id, metrics=values[start : start + MAX_METRICS])
         if rows:

@@ -137,6 +137,13 @@ def described(scorer: Scorer | None) -> Any:
     return f'{name}, {detail}' if detail else name
 
 
+def call_on(fn: Callable[..., Any], samples: SequenceOf[Sample]) -> Any:
+    """Calls a function of texts on samples; a column that some of them lack is None there."""
+    names = sorted({name for s in samples for name in s.columns})
+    columns = {name: [s.columns.get(name) for s in samples] for name in names}
+    return call(fn, [s.prompt_text for s in samples], [s.response_text for s in samples], columns)
+
+
 class FunctionScorer:
     """Scores with a Python function that gets the whole batch of a timestep once, on rank 0.
 
@@ -158,19 +165,10 @@ class FunctionScorer:
         """Raises ValueError for a function that cannot be called on prompts with these columns."""
         check_call(self.fn, columns, f'reward function {self.name}')
 
-    def _call(self, samples: list[Sample]) -> list[Any]:
-        columns = {
-            key: [s.columns.get(key) for s in samples] for key in sorted({key for s in samples for key in s.columns})
-        }
-        prompts, responses = [s.prompt_text for s in samples], [s.response_text for s in samples]
-        return call_with_timeout(
-            lambda: call(self.fn, prompts, responses, columns), self.timeout_s, f'reward function {self.name}'
-        )
-
     def _checked(self, samples: list[Sample]) -> list[Score]:
         source = f'reward function {self.name}'
         try:
-            values = self._call(samples)
+            values = call_with_timeout(lambda: call_on(self.fn, samples), self.timeout_s, source)
         except RewardFunctionError:
             raise
         except (Exception, SystemExit) as error:  # an exit in the function would end this rank alone
@@ -280,9 +278,7 @@ def sequence_score(score: Score, sample: Sequence) -> float:
 def as_score(value: Any, sample: Sample, source: str) -> Score:
     """Returns a float or an (A,) tensor made from a scorer's result. Raises RewardFunctionError, with the sample's
     name, if it is not finite or has the wrong length."""
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    elif hasattr(value, 'tolist'):  # numpy scalars and arrays
+    if hasattr(value, 'tolist'):  # tensors; numpy scalars and arrays
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         dense = torch.tensor([_number(v, sample, source) for v in value])

@@ -76,9 +76,6 @@ class CriticObjective(Objective):
     def records(self, data: SequenceOf[Any]) -> list[Returned]:
         return of_kind(data, Returned)
 
-    def weight(self, record: Returned) -> int:
-        return int(record.response_mask.sum())
-
     def columns(self, records: list[Returned]) -> dict[str, Tensor]:
         returns = token_columns(records, ('returns',))['returns']
         return {'returns': returns, 'values': torch.zeros_like(returns)}

@@ -136,9 +136,6 @@ class ILQLObjective(Objective):
             train = standardized(train)
         return train, for_eval
 
-    def weight(self, record: Rewarded) -> int:
-        return int(record.response_mask.sum())
-
     def columns(self, records: list[Rewarded]) -> dict[str, Tensor]:
         return token_columns(records, ('rewards',))
 
@@ -205,8 +202,12 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
 class _TargetSync(Callback):
     """Updates the target heads after every `target_sync_interval` optimizer steps."""
 
+    def on_fit_start(self, trainer: Any) -> None:
+        self._num_updates = trainer.num_updates
+
     def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.num_updates % trainer.config.target_sync_interval == 0:
+        stepped, self._num_updates = trainer.num_updates != self._num_updates, trainer.num_updates
+        if stepped and trainer.num_updates % trainer.config.target_sync_interval == 0:
             trainer.strategy.unwrap(trainer.model).sync_targets(trainer.config.alpha)
 
 

@@ -29,9 +29,6 @@ class SFTObjective(Objective):
     def records(self, data: SequenceOf[Any]) -> list[Sequence]:
         return list(data)
 
-    def weight(self, record: Sequence) -> int:
-        return int(record.response_mask.sum())
-
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         total = masked_sum(next_token_loss(model(batch).logprobs), batch.action_mask)
         return total / batch.totals['weight'], {'loss': Mean(total, batch.action_mask.sum())}
