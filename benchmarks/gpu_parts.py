@@ -366,7 +366,6 @@ def trunk(
             strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
             dtype = strategy.numerics.dtype
             shared = SharedTrunk(quantized_model(config, dtype, note.device), dtype=dtype)
-            shared.quantize = 'nf4'
             checkpoint_blocks(shared.model)
             which_gpu.trunk_phases(shared, strategy, config, end_of, sequences, prompt, new, rank=lora_rank)
         except torch.OutOfMemoryError:

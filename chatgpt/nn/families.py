@@ -93,10 +93,6 @@ class _Deberta(_Family):
     model_type, config_class = 'deberta-v2', 'DebertaV2Config'
 
 
-class _Auto(_Family):
-    pass
-
-
 class GPTActor(_GPT, Actor):
     """GPT-2 policy."""
 
@@ -153,15 +149,15 @@ class DebertaRM(_Deberta, RewardModel):
     """DeBERTa-v2 reward model; the score is that of the first token."""
 
 
-class AutoActor(_Auto, Actor):
+class AutoActor(_Family, Actor):
     """Policy of the config's family."""
 
 
-class AutoCritic(_Auto, Critic):
+class AutoCritic(_Family, Critic):
     """Value model of the config's family."""
 
 
-class AutoRM(_Auto, RewardModel):
+class AutoRM(_Family, RewardModel):
     """Reward model of the config's family."""
 
 

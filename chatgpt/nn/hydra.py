@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,13 +48,9 @@ class _Slot(NamedTuple):
     own_name: str
 
 
-@dataclass
-class RecordedTrunk:
-    """The inputs of each top block in the last forward: positional arguments, with the hidden state first, and keyword
-    arguments."""
-
-    num_blocks: int
-    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+RecordedTrunk = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
+"""the inputs of each top block in the last forward, by number: positional arguments, with the hidden state first, and
+keyword arguments"""
 
 
 class TopBranch(nn.Module):
@@ -100,13 +95,13 @@ class TopBranch(nn.Module):
 
     def forward(self, trunk: RecordedTrunk) -> Tensor:
         """Returns hidden states (B, S, D) for the head, from a forward that `recorded_trunk` has recorded."""
-        if len(trunk.calls) != self.num_blocks:
+        if len(trunk) != self.num_blocks:
             raise ValueError(
-                f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk'
+                f'hydra: {len(trunk)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk'
             )
-        hidden = trunk.calls[0][0][0]
+        hidden = trunk[0][0][0]
         for i, block in enumerate(self.blocks):
-            args, kwargs = trunk.calls[i]
+            args, kwargs = trunk[i]
             output = block(hidden, *args[1:], **kwargs)
             hidden = output[0] if isinstance(output, (tuple, list)) else output
         if self.norm is not None:
@@ -297,7 +292,7 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
     """Records the inputs of the top blocks in a forward inside this context, for `branch(record)` afterwards. Raises
     ValueError for a forward with a key-value cache, to which the branch would append a second time."""
     branch = _reference_of(module)
-    record = RecordedTrunk(branch.num_blocks)
+    record: RecordedTrunk = {}
 
     def note(i: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -305,7 +300,7 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
                 raise ValueError('recorded_trunk: the model runs with a key-value cache; call it with use_cache=False')
             if not args and 'hidden_states' in kwargs:
                 args, kwargs = (kwargs['hidden_states'],), {k: v for k, v in kwargs.items() if k != 'hidden_states'}
-            record.calls[i] = (args, kwargs)
+            record[i] = (args, kwargs)
 
         return hook
 

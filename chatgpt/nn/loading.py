@@ -38,7 +38,7 @@ from chatgpt.nn.tensor_files import (
     to_dtype,
     write_dtype,
 )
-from chatgpt.nn.trunk import sharding_group
+from chatgpt.nn.trunk import check_whole
 from chatgpt.nn.weights import (
     Uninitialised,
     WeightsSource,
@@ -380,6 +380,8 @@ class Role(nn.Module):
                 its own. Heads stay in fp32.
         """
         weights: Mapping[str, Tensor] | None
+        if state_dict is None:
+            check_whole(self.model)
         if not lora.has_lora(self.model):
             weights = None if state_dict is None else part_of(state_dict, 'model')
         elif state_dict is None:
@@ -448,11 +450,8 @@ def write_folder(
     """
     from transformers.utils import logging
 
-    if state_dict is None and sharding_group(model) is not None:
-        raise ValueError(
-            'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
-            'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
-        )
+    if state_dict is None:
+        check_whole(model)
     source = getattr(model, 'weights_source', None)
     wanted: torch.dtype | None = dtype or getattr(source, 'dtype', None)
     state = model.state_dict() if state_dict is None else state_dict

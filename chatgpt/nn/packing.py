@@ -444,6 +444,8 @@ def check_batch_independence(model: nn.Module) -> None:
             if not looks_ahead(model):
                 other = replace(records[0], response_ids=records[0].response_ids.roll(1))
                 pairs.append((flat_hidden(model, collate([other]).to(device))[:1], alone[0][:1]))
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             return  # its first real forward raises the model's own error
         if not all(close(got, want) for got, want in pairs):
@@ -487,6 +489,8 @@ def check_loaded_packing(
     with in_eval_mode(module):
         try:
             packed = numbers(records) if trunks else None
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             packed = None
             release()
@@ -559,5 +563,7 @@ def _agrees(model: nn.Module) -> bool:
             off = (packed.double() - plain[batch.packing.token_index].double()).abs().max()
             tolerance = 1e-4 if first.dtype == torch.float32 else 2e-2
             return bool(off <= tolerance * plain.double().abs().max().clamp_min(1e-6))
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
         return False

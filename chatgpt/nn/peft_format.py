@@ -40,6 +40,7 @@ from chatgpt.nn.lora import (
 )
 from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.tensor_files import candidates, read_weights, remove_heads, save_tensors
+from chatgpt.nn.trunk import check_whole
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'
@@ -79,6 +80,8 @@ def export_peft(
     or looks up under another name.
     """
     model, path = _hf_model(module), Path(folder)
+    if state is None:
+        check_whole(model)
     layers = lora_layers(model)
     if not layers:
         raise ValueError(f'export_peft: {type(module).__name__} has no adapters; call convert_to_lora first')

@@ -34,6 +34,11 @@ from chatgpt.nn.weights import fill_model
 Quantization = Literal['nf4']
 
 
+def _check_quantize(quantize: str | None) -> None:
+    if quantize not in (None, 'nf4'):
+        raise ValueError(f"quantize={quantize!r}; give 'nf4' or None")
+
+
 class SharedTrunk:
     """A frozen causal LM for several roles, each with its own adapter.
 
@@ -46,11 +51,9 @@ class SharedTrunk:
     def __init__(
         self, model: PreTrainedModel, *, quantize: Quantization | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
-        if quantize not in (None, 'nf4'):
-            raise ValueError(f"quantize={quantize!r}; give 'nf4' or None")
+        _check_quantize(quantize)
         check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
         self.model: Any = model
-        self.quantize, self.dtype = quantize, dtype
         if quantize is not None:
             quantize_blocks(model, dtype=dtype)
         for parameter in model.requires_grad_(False).parameters():
@@ -71,6 +74,7 @@ class SharedTrunk:
 
         device: of the base; use the strategy's. `options` are those of `chatgpt.nn.loading.load_model`.
         """
+        _check_quantize(quantize)
         with torch.device('meta'):
             model = load_causal_lm(pretrained, **options)
         check_causal(model, 'SharedTrunk takes', 'give roles models of their own, with lora_rank')
@@ -84,9 +88,7 @@ class SharedTrunk:
                 module.to(device)
 
         fill_model(model, model.weights_source, on_filled=on_filled)
-        trunk = cls(model, dtype=dtype)
-        trunk.quantize = quantize
-        return trunk
+        return cls(model, dtype=dtype)
 
     def actor(self, lora_rank: int = 8, **options: Any) -> Actor:
         """Returns a policy.

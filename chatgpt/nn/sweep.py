@@ -58,11 +58,6 @@ def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: in
     return cuts + [[] for _ in range(most - len(cuts))]
 
 
-def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-    """Returns micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
-    return strategy.sums.share(lengths, max_tokens)
-
-
 @torch.no_grad()
 def sweep(
     strategy: Communicator,

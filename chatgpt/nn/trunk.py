@@ -192,6 +192,15 @@ def sharding_group(module: nn.Module) -> Any:
     return next((group for m in module.modules() if (group := getattr(m, 'sharding_group', None)) is not None), None)
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raises ValueError if this process has parts of the weights."""
+    if sharding_group(model) is not None:
+        raise ValueError(
+            'save_pretrained: this process has parts of the weights (tensor_parallel); save with '
+            'trainer.save_pretrained or inside strategy.full_model(model, on_disk=FOLDER)'
+        )
+
+
 def is_meta(module: nn.Module) -> bool:
     """Returns True if a parameter is on the meta device."""
     return any(p.device.type == 'meta' for p in module.parameters())

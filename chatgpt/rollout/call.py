@@ -90,6 +90,8 @@ class Call:
                 f'generate: prompt {i} holds token ids outside the vocabulary of {vocab_size}; does the tokenizer '
                 'match the model?'
             )
+        if (own := self.limits[i]) is not None and own < 1:
+            raise ValueError(f'generate: limits[{i}]={own} must be at least 1')
         if limit < 1:
             raise ValueError(
                 f'generate: prompt {i} has {length} tokens and max_length={self.sampling.max_length} leaves no room '

@@ -293,6 +293,10 @@ class EngineAround(RolloutEngine):
     def keeping(self) -> bool:  # type: ignore[override]
         return self.engine.keeping
 
+    @property
+    def slice_tokens(self) -> int | None:  # type: ignore[override]
+        return self.engine.slice_tokens
+
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
 
@@ -310,6 +314,12 @@ class EngineAround(RolloutEngine):
 
     def cancel(self, ticket: Any) -> None:
         self.engine.cancel(ticket)
+
+    def first(self, tickets: Sequence[Any], timeout_s: float | None = None) -> Any:
+        return self.engine.first(tickets, timeout_s)
+
+    def converse(self, call: Call, turns: Turns) -> None:
+        self.engine.converse(call, turns)
 
     def put_around(self, around: Any) -> None:
         self.engine.put_around(around)

@@ -323,6 +323,8 @@ def _forward_mismatch(actor: Actor, lengths: Sequence[int], first: int | None = 
     try:
         with _bare_generation_config(model):
             output = model.generate(ids, attention_mask=mask, generation_config=config)
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
         return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
     difference = scale = 0.0

@@ -19,20 +19,14 @@ from typing import Any, Protocol
 from chatgpt.nn.actor import Actor
 from chatgpt.rollout.call import Call, joined
 from chatgpt.rollout.engine import EngineAround, RolloutEngine
-from chatgpt.rollout.remote import Order
+from chatgpt.rollout.remote import Order, SendingRanks
 from chatgpt.types import Sample
 
 
-class Ranks(Protocol):
+class Ranks(SendingRanks, Protocol):
     """The methods of a strategy that `SharedEngine` uses."""
 
-    rank: int
-    world_size: int
     is_rank_0: bool
-
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any: ...
 
     def scatter_object(self, objs: list[Any]) -> Any: ...
 

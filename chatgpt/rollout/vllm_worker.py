@@ -102,9 +102,6 @@ class VLLMWorker(Worker):
         """See `chatgpt.rollout.vllm.has_head`."""
         return has_head(self.llm)
 
-    def barrier(self) -> None:
-        """Does nothing; its answer shows that all earlier calls are done."""
-
     def listen(self) -> Address:
         self._address = super().listen()._replace(gpus=tuple(self.gpus()), group=self._group)
         return self._address

@@ -268,9 +268,12 @@ def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tenso
 
 
 def merged(model: nn.Module) -> Any:
-    """Context in which adapters are merged into the weights. Does nothing without adapters, or in a copy with adapters
-    already merged, in which they are off and zero."""
-    if all(not layer.adapter_on and not layer.lora_B.any() for layer in lora.lora_layers(model).values()):
+    """Context in which adapters are merged into the weights. Does nothing without adapters, in a copy with adapters
+    already merged, in which they are off and zero, or for a `SharedTrunk`, which `policy_tensors` refuses."""
+    layers = lora.lora_layers(model).values()
+    if any(layer.shares_base for layer in layers):
+        return nullcontext()
+    if all(not layer.adapter_on and not layer.lora_B.any() for layer in layers):
         return nullcontext()
     return lora.merged(model)
 

@@ -34,9 +34,8 @@ class Sums:
     """Splits and sums in an order that depends on the layout. Positions are indices into `lengths`."""
 
     exact: ClassVar[bool] = False
-    """True: the same bits in every layout"""
-    redistributes: ClassVar[bool] = False
-    """True: samples are redistributed before scoring, so that scores do not depend on the rank that generated them"""
+    """True: the same bits in every layout; samples are redistributed before scoring, so that scores do not depend on
+    the rank that generated them"""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -113,7 +112,6 @@ class ExactSums(Sums):
     """
 
     exact: ClassVar[bool] = True
-    redistributes: ClassVar[bool] = True
 
     def __init__(self, ranks: Ranks, atoms: int = 8, *, ranks_below: bool = False) -> None:
         super().__init__(ranks)

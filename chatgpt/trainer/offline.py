@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.tokenize import warn_of_bare_prompt
-from chatgpt.nn.sweep import Communicator, cuts_of_share, sweep
+from chatgpt.nn.sweep import Communicator, sweep
 from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
@@ -50,7 +50,7 @@ def mean_over(
     Args:
         shown: iterates over the micro-batches, for example with a progress bar.
     """
-    cuts, stats = cuts_of_share(strategy, [s.num_tokens for s in sequences], max_tokens or SWEEP_TOKENS), BatchStats()
+    cuts, stats = strategy.sums.share([s.num_tokens for s in sequences], max_tokens or SWEEP_TOKENS), BatchStats()
     for at, numbers in sweep(strategy, shown(cuts), lambda at: collate([sequences[i] for i in at]), forward):
         stats.add({'mean': Mean(numbers[: len(at)].sum(), float(len(at)))})
     return stats.reduced(strategy)['mean']
@@ -349,9 +349,8 @@ class OfflineTrainer(Trainer):
         objective, records = self.objective, self.objective.records(data)
         objective.prepare(records)
         stats = BatchStats()
-        cuts = cuts_of_share(
-            self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS
-        )
+        limit = self.config.max_tokens_per_batch or SWEEP_TOKENS
+        cuts = self.strategy.sums.share([*map(objective.num_tokens, records)], limit)
 
         def make_batch(positions: list[int]) -> Batch:
             return objective.batch([records[i] for i in positions], totals, packing=self.config.packing)

@@ -66,6 +66,11 @@ def test_roles_compute_what_separate_models_compute(family):
     torch.testing.assert_close(reference, Actor(model)(batch()).logprobs, rtol=0, atol=0)
 
 
+def test_an_unknown_quantization_is_refused_before_loading():
+    with pytest.raises(ValueError, match="quantize='int8'; give 'nf4' or None"):
+        SharedTrunk.from_pretrained('nowhere', quantize='int8')
+
+
 @pytest.mark.parametrize('quantize', [None, 'nf4'])
 def test_there_is_one_base(quantize):
     trunk = SharedTrunk(tiny_causal_lm('llama', hidden_size=64), quantize=quantize)

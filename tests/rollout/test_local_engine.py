@@ -299,6 +299,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             collect(model, rows, SamplingParams(**settings))
 
+    def test_a_limit_of_a_prompt(self):
+        given = {'seed': 0, 'indices': [0], 'limits': [0]}
+        call = Call.of([Prompt(ids=torch.tensor([5]))], SamplingParams(max_new_tokens=4), **given)
+        with pytest.raises(ValueError, match=r'limits\[0\]=0 must be at least 1'):
+            call.checked(tiny_causal_lm('gpt2').config)
+
     def test_counts_that_do_not_match_and_settings(self):
         sampling = SamplingParams(max_new_tokens=2)
         for counts, message in (

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from chatgpt.batching import collate
 from chatgpt.functional.fused_logprobs import VocabularyPart, fused_logprobs
 from chatgpt.launch.arguments import make_strategy
-from chatgpt.nn import Actor
+from chatgpt.nn import Actor, RewardModel
 from chatgpt.nn.head_kernels import head_logprobs
+from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.checkpoint.layout import DictReader
@@ -209,8 +210,10 @@ def memory_differs() -> list[Any]:
         engine = Tight()
         with strategy.full_model(actor) as full:
             tokens = generate_six(engine, full)
-            with pytest.raises(ValueError, match='this process has parts of the weights'):
-                full.save_pretrained('nowhere')
+        adapted, judge = strategy.prepare(Actor(model('llama'), lora_rank=2), RewardModel(model('llama')))
+        for role, save in ((actor, 'save'), (adapted, 'save'), (adapted, 'export'), (judge, 'save')):
+            with strategy.full_model(role) as full, pytest.raises(ValueError, match='has parts of the weights'):
+                full.save_pretrained('nowhere') if save == 'save' else export_peft(full, 'nowhere')
         strategy.barrier()
         return [engine.rows, tokens]
 

@@ -18,7 +18,7 @@ from chatgpt.nn.heads import critic_head
 from chatgpt.nn.lora import merged_state_dict
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.rollout import HFEngine
-from chatgpt.rollout.wire import policy_tensors
+from chatgpt.rollout.wire import merged, policy_tensors
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.strategies.checkpoint.layout import CheckpointMismatch
 from chatgpt.testing import tiny_causal_lm
@@ -178,7 +178,8 @@ def test_a_folder_is_quantized_block_by_block_one_dense_at_a_time(tmp_path, monk
 
 def test_an_engine_with_weights_of_its_own_is_refused():
     with pytest.raises(ValueError, match='which those of a SharedTrunk cannot be'):
-        policy_tensors(SharedTrunk(model()).actor(4).model)
+        with merged(SharedTrunk(model()).actor(4).model):
+            policy_tensors(SharedTrunk(model()).actor(4).model)
     assert policy_tensors(model())
 
 

@@ -219,7 +219,7 @@ class LocalEngine(CheckedEngine):
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         """Generates a call. Raises FloatingPointError for logits that are not finite, with sample and position."""
         with self._discard_cache_on_error():
-            with self._computing():
+            with self._faster(), torch.inference_mode():
                 run = LocalRun(self, call, limits)
                 run.loop()
             # outside of inference mode, so that autograd may save the samples' tensors
@@ -230,7 +230,7 @@ class LocalEngine(CheckedEngine):
         which at most `max_batch_size` are decoded at once. Raises the errors of `generate`."""
         rooms = self.checked(call)
         if call.prompts:
-            with self._discard_cache_on_error(), self._computing():
+            with self._discard_cache_on_error(), self._faster(), torch.inference_mode():
                 Conversation(self, call, rooms, turns).loop()
 
     def append_form(self) -> AppendForm:
@@ -238,11 +238,6 @@ class LocalEngine(CheckedEngine):
         if self._append_form is None:
             self._append_form = find_append_form(self._actor, self._mask_form)
         return self._append_form
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with self._faster(), torch.inference_mode():
-            yield
 
     def _faster(self) -> AbstractContextManager[None]:
         """Returns a context in which the actor's linear layers run in fewer or faster kernels."""

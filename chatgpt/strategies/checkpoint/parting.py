@@ -15,6 +15,7 @@ import math
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,9 @@ def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorDiffe
                 i = int(unequal.nonzero()[0])
                 at, values = start + i, (one[i].item(), other[i].item())
             different += int(unequal.sum())
-    return TensorDifference(name, _index(at, shape), values, different, 1) if different else None
+    if not different:
+        return None
+    return TensorDifference(name, tuple(map(int, np.unravel_index(at, shape))), values, different, 1)
 
 
 def _kind(reader: CheckpointReader, name: str) -> str | None:
@@ -99,11 +102,3 @@ def _bits(tensor: Tensor) -> Tensor:
 def _bytes(tensor: Tensor) -> bytes:
     bits = _bits(tensor)
     return bits.numpy().tobytes() if sys.byteorder == 'little' else bits.flip(1).contiguous().numpy().tobytes()
-
-
-def _index(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        at, i = divmod(at, size)
-        index.insert(0, i)
-    return tuple(index)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chatgpt.batching import collate
 from chatgpt.functional.losses import sequence_logprobs
-from chatgpt.nn.sweep import Communicator, cuts_of_share, read_back, sweep
+from chatgpt.nn.sweep import Communicator, read_back, sweep
 from chatgpt.types import Batch, Sequence
 
 
@@ -52,7 +52,7 @@ class Reference:
         object that occurs several times is computed once."""
         first = {id(s): i for i, s in reversed(list(enumerate(sequences)))}
         once = sorted(first.values())
-        cuts = cuts_of_share(self.strategy, [sequences[i].num_tokens for i in once], max_tokens)
+        cuts = self.strategy.sums.share([sequences[i].num_tokens for i in once], max_tokens)
         done = [*sweep(self.strategy, cuts, lambda at: collate([sequences[once[i]] for i in at]), self.sums)]
         mine: list[tuple[int, float]] = []
         for (at, _), values in zip(done, read_back([values for _, values in done]), strict=True):

@@ -246,7 +246,7 @@ def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator)
     If the strategy's `sums` distribute samples, the batches of a model must not depend on which rank generated a
     sample: samples are redistributed in order, and copies of the last one fill the parts.
     """
-    if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.redistributes:
+    if scorer is None or isinstance(scorer, FunctionScorer) or not strategy.sums.exact:
         scores = [None] * len(samples) if scorer is None else [*scorer.score(samples, strategy)]
         return gathered(strategy, list(zip(samples, scores, strict=True)), lambda pair: pair[0].index)
     everyone = gathered(strategy, samples, lambda s: s.index)
