@@ -153,9 +153,13 @@ def page(results: harness.Results) -> None:
             best = by_side[side][0]
             start = statistics.mean(r['curve'][0]['score'] for r in by_side[side])
             rows.append([task, name, f'{best["lr"]:g}', f'{best["kl_coef"]:g}', len(scores), f'{start:.3f}'])
-            rows[-1] += [f'{at(by_side[side][0]["curve"], end / 2):.3f}', harness.mean_and_spread(scores), ahead]
+            halfway = statistics.mean(at(r['curve'], end / 2) for r in by_side[side])
+            ends = [r['curve'][-1] for r in by_side[side]]
+            cost = statistics.mean(last['cpu_s'] / last['updates'] for last in ends)
+            rows[-1] += [f'{halfway:.3f}', harness.mean_and_spread(scores), f'{cost:.0f}', ahead]
         figures[task] = by_side
-    head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'ours ahead by']
+    head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'CPU s per update']
+    head.append('ours ahead by')
     harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows), speed=speed(results))
     if figures:
         draw(figures)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -178,11 +177,5 @@ def variables(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split('=', 1) for word in words)  # type: ignore[misc]
 
 
-def command_line() -> None:
-    code = main()
-    if code:
-        sys.exit(code)
-
-
 if __name__ == '__main__':
-    run_main(command_line)
+    run_main(main)

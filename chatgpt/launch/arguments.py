@@ -218,7 +218,8 @@ def load_function(spec: str) -> Callable[..., Any]:
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Runs the main function of a script and prints errors and warnings of this package as one line on stderr.
+    """Runs the main function of a script and prints errors and warnings of this package as one line on stderr. An int
+    that it returns is the exit code.
 
     A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function, or in
     writing the trained model, ends with exit code 1: the same call may succeed, so a launcher tries it again. With
@@ -228,7 +229,7 @@ def run_main(main: Callable[[], Any]) -> None:
         sys.stdout.reconfigure(errors='backslashreplace')
     try:
         with _short_warnings():
-            main()
+            code = main()
         sys.stdout.flush()
     except BrokenPipeError:
         if not _stdout_is_closed():
@@ -246,6 +247,8 @@ def run_main(main: Callable[[], Any]) -> None:
         failed = ('RewardFunctionError', 'SaveError')  # by name: importing the classes would import torch
         again = type(error).__name__ in failed or str(error).startswith(tuple(f'rank 0: {name}: ' for name in failed))
         raise SystemExit(1 if again else 2) from None  # 2: the same call would fail again
+    if isinstance(code, int) and code:
+        raise SystemExit(code)
 
 
 def _stdout_is_closed() -> bool:

@@ -184,6 +184,8 @@ def typed(value: Any, hint: Any) -> Any:
     for literal in literals:
         if text.lower() == str(literal).lower():
             return literal
+    if value is None:
+        raise argparse.ArgumentTypeError('an empty value is not expected here; leave the line out')
     plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
     for kind in plain:
         try:

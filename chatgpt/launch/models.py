@@ -89,7 +89,8 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
     if kind == 'Critic' and isinstance(run, CriticRun):
         return build_critic(inputs, str(source), inputs.config)
     if kind == 'ILQLModel':
-        return nn.ILQLModel(load_causal_lm(source) if named else source)
+        given = {'checkpoint': run.gradient_checkpointing, 'trust_remote_code': run.trust_remote_code}
+        return nn.ILQLModel(load_causal_lm(source, **given) if named else source)
     options |= run.lora_keywords()
     if named:
         options |= {'pretrained': source, 'trust_remote_code': run.trust_remote_code}

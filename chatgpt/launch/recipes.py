@@ -251,7 +251,8 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
 
 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
-    """Returns the trainer of a run that does not collect. With LoRA the reference is the actor with its adapter off."""
+    """Returns the trainer of a run that does not collect. With LoRA the reference is the actor with its adapter off,
+    unless biases are trained too."""
     run, settings = inputs.run, inputs.settings
     method = run.entry()
     if run.on_trunk:
@@ -262,7 +263,8 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     else:
         with strategy.model_init_context():
             model = build_model(inputs, method.model)
-            needs_copy = isinstance(settings, ReferenceConfig) and not run.lora_rank
+            own = run.lora_rank and run.lora_train_bias == 'none'  # with the adapter off it is its own reference
+            needs_copy = isinstance(settings, ReferenceConfig) and not own
             initial = deepcopy(model) if needs_copy else None
     set_kernels(run, model, initial)
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))

@@ -18,21 +18,17 @@ PATIENCE = 0.8
 cannot name the actor"""
 
 
-def _workers(args: PPORun) -> Any:
-    from chatgpt.rollout.ray_workers import RayWorkers
-
-    resources = args.rollout_resources
-    if args.engine == 'vllm':
-        resources = {'GPU': 1, **(resources or {})}
-    return RayWorkers(args.rollout_workers, resources=resources, timeout_s=PATIENCE * args.rank_timeout_s)
-
-
 def _engine(args: PPORun) -> Any:
     """Returns an engine that is not started."""
     from chatgpt.rollout import RemoteEngine, VLLMRemoteEngine
+    from chatgpt.rollout.ray_workers import RayWorkers
 
-    kind = VLLMRemoteEngine if args.engine == 'vllm' else RemoteEngine
-    return kind(_workers(args), chunk_size=args.rollout_chunk_size, slice_tokens=args.rollout_slice_tokens)
+    kind: Any = RemoteEngine
+    resources = args.rollout_resources
+    if args.engine == 'vllm':
+        kind, resources = VLLMRemoteEngine, {'GPU': 1, **(resources or {})}
+    workers = RayWorkers(args.rollout_workers, resources=resources, timeout_s=PATIENCE * args.rank_timeout_s)
+    return kind(workers, chunk_size=args.rollout_chunk_size, slice_tokens=args.rollout_slice_tokens)
 
 
 def check_rollout_args(args: PPORun) -> None:

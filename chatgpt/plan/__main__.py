@@ -72,10 +72,5 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if plan.fits else 1
 
 
-def command_line() -> None:
-    if code := main():
-        sys.exit(code)
-
-
 if __name__ == '__main__':
-    run_main(command_line)
+    run_main(main)

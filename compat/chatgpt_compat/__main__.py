@@ -12,8 +12,6 @@ something is, 2: a file is not Python. See docs/compat.md.
 
 from __future__ import annotations
 
-import sys
-
 from chatgpt.launch.arguments import Parser, run_main
 
 
@@ -39,9 +37,5 @@ def main() -> int:
     return run(given.script, given.arguments)
 
 
-def command_line() -> None:
-    sys.exit(main())
-
-
 if __name__ == '__main__':
-    run_main(command_line)
+    run_main(main)

@@ -67,6 +67,7 @@ def test_episodes_of_an_environment_are_counted(monkeypatch, capsys, folder, tmp
     out = tmp_path / 'out.jsonl'
     own = f'--environment={folder}/own.py:Three'
     more = ['--max_turn_tokens=2', '--max_new_tokens=20', f'--output={out}', '--episodes=5']
+    out.write_text('of an earlier call')
     assert call(monkeypatch, 'evaluate', str(folder / 'actor'), own, *more) == 0
     got = numbers_of(capsys.readouterr().out)
     assert (got['score_mean'], got['score_std'], got['num_turns_mean'], got['failed_share']) == (1.5, 0.0, 3.0, 0.0)

@@ -87,6 +87,15 @@ def test_evaluate_with_a_reward_model_gives_that_models_scores(monkeypatch, caps
     assert compared
 
 
+def test_every_kind_of_file_holds_prompts(monkeypatch, capsys, folder, tmp_path):
+    (tmp_path / 'a.tsv').write_text('prompt\nday\ncat\n')
+    (tmp_path / 'b.txt').write_bytes('\ufeffday\ncat\n'.encode())
+    for name in ('a.tsv', 'b.txt'):
+        assert call(monkeypatch, 'generate', str(folder / 'actor'), str(tmp_path / name), '--max_new_tokens=1') == 0
+        shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith('> ')]
+        assert shown == ['> day', '> cat'], name
+
+
 @pytest.mark.parametrize('word', ['generate', 'evaluate'])
 def test_a_reward_model_does_not_write(monkeypatch, capsys, folder, word):
     more = ['--reward_fn', f'{folder}/score.py:words'] if word == 'evaluate' else []

@@ -96,6 +96,9 @@ CASES: dict[str, Case] = {
         rm(loss=0.69, accuracy=0.51, lr=1e-5), rm(lr=1e-5), step=8, base=RM
     ),
     'nothing-moves, SFT': Case(sft(loss=2.0, lr=1e-7), sft(lr=1e-7), step=8, base=SFT),
+    'nothing-moves, SFT with warm-up': Case(
+        sft(loss=2.0, lr=1e-7), sft(lr=1e-7), step=8, base=SFT, about={'settings': {'warmup_steps': 3}}
+    ),
     'nothing-moves, labels without signal': Case(
         rm(loss=0.69, accuracy=0.5), rm(accuracy=lambda i: 0.5 + 0.005 * i), step=22, base=RM, about={'num_phases': 24}
     ),

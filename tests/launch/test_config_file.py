@@ -157,6 +157,7 @@ def test_yaml_numbers_and_null_are_what_they_look_like_and_what_wins(tmp_path):
         ('lr: 1e-4\nseed: 3\nlr: 1e-5\n', 'yaml', 'lr is given twice, on line 1 and on line 3'),
         ('{"lr": 1,\n "lr": 2}', 'conf', 'lr is given twice, on line 1 and on line 2'),
         ('{"lr": 1, "lr": 2}', 'json', 'lr is given twice'),
+        ('save_path:\n', 'yaml', 'save_path: an empty value is not expected here; leave the line out'),
         ('lr=1', 'toml', r"the ending '.toml' is not known"),
     ],
 )

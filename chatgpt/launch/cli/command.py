@@ -155,12 +155,5 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def main() -> None:
-    words, code = sys.argv[1:], 0
-
-    def command() -> None:
-        nonlocal code
-        code = run(words) or 0
-
-    run_main(command)
-    if code:
-        sys.exit(code)
+    words = sys.argv[1:]
+    run_main(lambda: run(words))

@@ -306,19 +306,11 @@ def load_actor(args: Any, strategy: Any) -> Any:
 def read_prompts(source: str, tokenizer: Any) -> Any:
     """Returns the prompts of a file, or `source` itself as the only prompt."""
     from chatgpt.data import load_prompts
-    from chatgpt.data.reading import BadRecordError, without_remedy
+    from chatgpt.data.reading import SUFFIXES, BadRecordError, without_remedy
 
-    path = Path(source)
-    if path.suffix == '.txt':
-        if not path.is_file():
-            raise ValueError(f'--input {source}: there is no such file')
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        records: Any = [{'prompt': line} for line in lines]
-    else:
-        is_file = path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz')
-        records = source if is_file else [{'prompt': source}]
+    is_file = Path(source.removesuffix('.gz')).suffix.lower() in SUFFIXES
     try:
-        return load_prompts(records, tokenizer)
+        return load_prompts(source if is_file else [{'prompt': source}], tokenizer)
     except BadRecordError as error:
         raise without_remedy(error) from None
 
@@ -372,7 +364,7 @@ def output_file(args: Any) -> Any:
     if not args.output or os.environ.get('RANK', '0') != '0':
         return nullcontext()
     path = Path(args.output)
-    if path.exists() and Path(args.input).exists() and path.samefile(args.input):
+    if path.exists() and os.path.exists(args.input or '') and path.samefile(args.input):
         raise ValueError(f'--output {path} is the file of --input: give another')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -382,21 +374,18 @@ def output_file(args: Any) -> Any:
 
 
 def write(rows: Any, output: Any, is_rank_0: bool) -> None:
-    if not is_rank_0:
-        list(rows)
-        return
-    if output is None:
-        for row in rows:
+    count = 0
+    for row in rows:
+        count += 1
+        if output is not None:
+            output.write(json.dumps(row, ensure_ascii=False) + '\n')
+            output.flush()
+        elif is_rank_0:
             score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
             prompt = row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content']
             print(f'> {prompt}{score}\n{row["response"]}\n', flush=True)
-        return
-    count = 0
-    for row in rows:
-        output.write(json.dumps(row, ensure_ascii=False) + '\n')
-        output.flush()
-        count += 1
-    print(f'{count} responses written to {output.name}')
+    if output is not None:
+        print(f'{count} responses written to {output.name}')
 
 
 # ---------------------------------------------------------------------- chat in the terminal

@@ -7,7 +7,6 @@ The same command continues a sweep that was stopped. docs/sweep.md describes the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from chatgpt.launch.arguments import Parser, run_main
@@ -37,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    run_main(lambda: sys.exit(main()))
+    run_main(main)

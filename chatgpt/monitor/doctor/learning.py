@@ -22,8 +22,8 @@ def nothing_moves(h: History) -> Seen | None:
 
 
 def _warming_up(h: History) -> bool:
-    steps = h.setting('warmup_steps', 0)
-    return bool(steps) and (h.count('ppo/num_updates') == 0 or h.values('ppo/num_updates')[-1] < 2 * steps)
+    updates = (h.values('ppo/num_updates') or [0.0])[-1] if h.is_online else h.step * h.setting('log_interval', 1)
+    return updates < 2 * h.setting('warmup_steps', 0)
 
 
 def _policy(h: History) -> Seen | None:

@@ -1,11 +1,10 @@
-"""Texts, values and times as a page shows them. Texts of models and people are escaped, cut with a note, and cleaned of
-characters that HTML cannot contain."""
+"""Texts, values and times as a page shows them. Texts of models and people are cut with a note, and cleaned of
+characters that HTML cannot contain; the templates escape them."""
 
 from __future__ import annotations
 
 import json
 from datetime import datetime
-from html import escape
 from typing import Any
 
 _CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in '\t\n'} | {0x7F: 0x2421}
@@ -24,11 +23,6 @@ def cut(text: Any, limit: int) -> str:
     if len(clean) > limit and any('\u202a' <= c <= '\u202e' or '\u2066' <= c <= '\u2069' for c in clean[:limit]):
         return f'\u2068{clean[:limit]}\u2069 … (cut: {limit} of {len(clean)} characters)'  # isolated from the note
     return clean if len(clean) <= limit else f'{clean[:limit]} … (cut: {limit} of {len(clean)} characters)'
-
-
-def safe(text: Any) -> str:
-    """Escapes a text for an element or a quoted attribute."""
-    return escape(plain(text), quote=True)
 
 
 def script_json(value: Any) -> str:
