@@ -23,13 +23,15 @@ TRAINED_BY = {
 }
 
 
-def check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str, tokenizer: Any) -> None:
+def check_lengths(
+    prompts: Any, limit: int | None, max_new_tokens: int, what: str, tokenizer: Any, noun: str = 'prompt'
+) -> None:
     if limit is None:
         return
     if is_for_encoder_decoder(tokenizer):
         longest = max(len(prompt.ids) for prompt in prompts)
         for name, flag, length in (
-            ('prompts', 'max_prompt_tokens', longest),
+            (f'{noun}s', 'max_prompt_tokens', longest),
             ('responses', 'max_new_tokens', max_new_tokens),
         ):
             if length > limit:
@@ -39,7 +41,7 @@ def check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: st
         length = len(prompts[i].ids)
         if length + max_new_tokens > limit:
             raise ValueError(
-                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
+                f'{noun} {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
                 'Use --max_prompt_tokens to cut prompts, or fewer new tokens'
             )
 

@@ -257,20 +257,24 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     adopt_turns(tokenizer, prompts)  # before the eval prompts can decide it
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer, context)
+    named = {'prompt': inputs.train, 'eval prompt': inputs.validation}
+    both = {name: subset for name, subset in named.items() if subset}
     if run.reward_fn:
-        for subset in filter(None, (inputs.train, inputs.validation)):
+        for subset in both.values():
             check_columns(as_scorer(inputs.reward), subset)
     if run.environment is not None:
         _read_environment(run, inputs, context)
     else:
-        check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context', tokenizer)
+        for name, subset in both.items():
+            check_lengths(subset, context, run.max_new_tokens or 0, 'the context', tokenizer, name)
     if run.max_timesteps is None:
         if run.environment is not None and not run.prompt_path:
             raise ValueError('max_timesteps: tasks of an environment have no end; give how many timesteps there are')
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
-        new = run.max_new_tokens or 0
-        check_lengths(inputs.train, inputs.reward_context, new, "the reward model's context", tokenizer)
+        for name, subset in both.items():
+            new = run.max_new_tokens or 0
+            check_lengths(subset, inputs.reward_context, new, "the reward model's context", tokenizer, name)
     read_critic(run, inputs)
     if run.ptx_data:
         texts, _ = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)
