@@ -98,6 +98,8 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
             axis.set(title=title, xlabel='phases')
         for name in ('as it is', 'sft'):
             rows = [row for record in records for row in record['rows'] if row['run'] == name]
+            if not rows:
+                continue
             height = statistics.mean(row['score'] for row in rows)
             axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
             place = {'xytext': (0, 4), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}

@@ -165,10 +165,13 @@ class FunctionScorer:
         """Raises ValueError for a function that cannot be called on prompts with these columns."""
         check_call(self.fn, columns, f'reward function {self.name}')
 
+    def _call(self, samples: list[Sample]) -> list[Any]:
+        return call_with_timeout(lambda: call_on(self.fn, samples), self.timeout_s, f'reward function {self.name}')
+
     def _checked(self, samples: list[Sample]) -> list[Score]:
         source = f'reward function {self.name}'
         try:
-            values = call_with_timeout(lambda: call_on(self.fn, samples), self.timeout_s, source)
+            values = self._call(samples)
         except RewardFunctionError:
             raise
         except (Exception, SystemExit) as error:  # an exit in the function would end this rank alone
