@@ -158,9 +158,8 @@ def page(results: harness.Results) -> None:
             cost = statistics.mean(last['cpu_s'] / last['updates'] for last in ends)
             rows[-1] += [f'{halfway:.3f}', harness.mean_and_spread(scores), f'{cost:.0f}', ahead]
         figures[task] = by_side
-    head = ['task', 'side', 'lr', 'KL', 'seeds', 'before', 'at half the time', 'at the end', 'CPU s per update']
-    head.append('ours ahead by')
-    harness.write_page('learning_vs_trl.md', scores=harness.markdown(head, rows), speed=speed(results))
+    head = 'task | side | lr | KL | seeds | before | at half the time | at the end | CPU s per update | ours ahead by'
+    harness.write_page('learning_vs_trl.md', scores=harness.markdown(head.split(' | '), rows), speed=speed(results))
     if figures:
         draw(figures)
 

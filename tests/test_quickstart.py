@@ -105,6 +105,12 @@ def test_preferences_mean_dpo_with_settings_of_a_file_an_object_or_sections(tiny
     assert trainer.config.beta == 0.6
 
 
+def test_biases_beside_lora_need_a_copy_as_reference(tiny_folder):
+    trainer = train(tiny_folder, preferences=PAIRS, lora_rank=2, lora_train_bias='all')
+    moved = [n for n, p in trainer.model.named_parameters() if p.requires_grad and n.endswith('.bias')]
+    assert moved and trainer.num_updates
+
+
 @pytest.mark.parametrize(
     'given', [{'samples': ['ab', 'cd'] * 2, 'rewards': [1.0, 0.0] * 2}, {'reward_fn': lengths, 'prompts': ['a', 'b']}]
 )

@@ -6,6 +6,7 @@ seconds are those of the process, without evaluations.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -143,9 +144,11 @@ class Run:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def begin(self, model: Any) -> None:
-        """Starts the clock. The initial model, which is the same in all runs of a task, is evaluated by the first."""
+        """Starts the clock. The first of the runs with this initial model and these held-out prompts evaluates it."""
         self._begun = time.process_time()
-        first = self.out.parent / f'{self.lesson.task}_{Path(self.lesson.held_out).stem}_before.json'
+        same = ('task', 'start', 'held_out', 'new_tokens', 'classifier')
+        key = hashlib.sha256(repr([getattr(self.lesson, name) for name in same]).encode()).hexdigest()[:16]
+        first = self.out.parent / f'before-{key}.json'
         if first.is_file():
             self.curve.append(json.loads(first.read_text()))
         else:

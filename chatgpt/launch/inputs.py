@@ -258,7 +258,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer, context)
     named = {'prompt': inputs.train, 'eval prompt': inputs.validation}
-    both = {name: subset for name, subset in named.items() if subset}
+    both, new = {name: subset for name, subset in named.items() if subset}, run.max_new_tokens or 0
     if run.reward_fn:
         for subset in both.values():
             check_columns(as_scorer(inputs.reward), subset)
@@ -266,14 +266,13 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         _read_environment(run, inputs, context)
     else:
         for name, subset in both.items():
-            check_lengths(subset, context, run.max_new_tokens or 0, 'the context', tokenizer, name)
+            check_lengths(subset, context, new, 'the context', tokenizer, name)
     if run.max_timesteps is None:
         if run.environment is not None and not run.prompt_path:
             raise ValueError('max_timesteps: tasks of an environment have no end; give how many timesteps there are')
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
         for name, subset in both.items():
-            new = run.max_new_tokens or 0
             check_lengths(subset, inputs.reward_context, new, "the reward model's context", tokenizer, name)
     read_critic(run, inputs)
     if run.ptx_data:

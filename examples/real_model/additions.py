@@ -91,6 +91,7 @@ def main() -> None:
             task.learn(name, 'reward-model', pairs, *words, start=sft, metric='rm/val_accuracy')
     task.score_others({'as it is': task.start, 'sft': sft}, held_out, *reward)
     task.score_others(models, held_out, *reward, start='sft')
+    task.score_samples(models, held_out, *reward)
     about = f'share of {NUM_HELD_OUT} held-out additions that are right: greedily, and sampled at temperature 1'
     if 'reward_model' in args.runs:
         about += '; reward_model: share of held-out pairs in order'

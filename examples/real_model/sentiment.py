@@ -30,10 +30,10 @@ ONLINE = ['--num_episodes=1', '--update_timesteps=1', '--eval_interval=4']
 METHODS = online_methods(64)
 
 
-def split(row: dict[str, Any]) -> dict[str, str]:
-    """Returns the first words of a review as a prompt and the others as the response."""
-    words = row['text'].split()
-    return {'prompt': ' '.join(words[:NUM_WORDS]), 'response': f' {" ".join(words[NUM_WORDS:])}'}
+def split(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Returns the first words of each review that is long enough as a prompt, and the others as the response."""
+    long = [words for row in rows if len(words := row['text'].split()) >= LEAST_WORDS]
+    return [{'prompt': ' '.join(w[:NUM_WORDS]), 'response': f' {" ".join(w[NUM_WORDS:])}'} for w in long]
 
 
 def write_files(task: Task, reviews: Path) -> None:
@@ -44,9 +44,8 @@ def write_files(task: Task, reviews: Path) -> None:
     cut = NUM_REVIEWS + NUM_OTHERS
     task.write('reviews.jsonl', rows[:NUM_REVIEWS])
     task.write('other_reviews.jsonl', rows[NUM_REVIEWS:cut])
-    parts = [split(row) if len(row['text'].split()) >= LEAST_WORDS else None for row in rows]
-    task.write('demonstrations.jsonl', [part for part in parts[NUM_REVIEWS:cut] if part])
-    prompts = [{'prompt': text} for text in dict.fromkeys(part['prompt'] for part in parts[cut:] if part)]
+    task.write('demonstrations.jsonl', split(rows[NUM_REVIEWS:cut]))
+    prompts = [{'prompt': text} for text in dict.fromkeys(part['prompt'] for part in split(rows[cut:]))]
     task.write('held_out.jsonl', prompts[:NUM_HELD_OUT])
     task.write('prompts.jsonl', prompts[NUM_HELD_OUT:])
 
@@ -61,6 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     task = Task('sentiment', args)
     write_files(task, args.reviews)
+    task.rows.append({'run': 'as it is'})
     held_out, prompts = task.path('held_out.jsonl'), task.path('prompts.jsonl')
     reward = args.reward_model
     if not reward:
@@ -78,9 +78,9 @@ def main() -> None:
             method, own = METHODS[name]
             words = ['--validation_file', held_out, *scored, *PLAIN, f'--max_timesteps={args.phases}', *ONLINE, *own]
             models[name] = task.learn(name, method, prompts, *words, start=sft)
-    task.rows.insert(0, {'run': 'as it is'})
     task.score_others({'as it is': task.start, 'sft': sft}, held_out, *judged)
     task.score_others(models, held_out, *judged, start='sft')
+    task.score_samples(models, held_out, *judged)
     about = 'reward model: accuracy on held-out reviews; others: its mean score of held-out responses, greedily'
     task.finish(about, held_out, models, *judged)
 

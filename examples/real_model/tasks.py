@@ -145,13 +145,14 @@ class Task:
         for row in own:
             row |= {'score': known[row['run']], **({'before': known[start]} if row['run'] != start else {})}
 
-    def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
-        """Scores samples at temperature 1, which the methods maximise, for the rows with a greedy score. Prints the
-        table and six samples of each model, and writes them to results.json and table.txt."""
+    def score_samples(self, models: dict[str, str], prompts: str, *words: str) -> None:
+        """Gives the rows of `models` the mean score of responses at temperature 1, which the methods maximise."""
         for row in self.rows:
-            if row['run'] in models and 'score' in row:
-                name = f'{row["run"]}_sampled'
-                row['sampled'] = self.score(models[row['run']], name, prompts, *words, '--temperature=1')
+            if model := models.get(row['run']):
+                row['sampled'] = self.score(model, f'{row["run"]}_sampled', prompts, *words, '--temperature=1')
+
+    def finish(self, about: str, prompts: str, models: dict[str, str], *words: str) -> None:
+        """Prints the table and six samples of each model, and writes them to results.json and table.txt."""
         lines = Path(prompts).read_text().splitlines()[:6]
         six = self.write('six.jsonl', [json.loads(line) for line in lines])
         answers = {name: self.answers(model, name, six, *words) for name, model in models.items()}

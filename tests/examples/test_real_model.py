@@ -109,11 +109,13 @@ def write_rows(path, rows):
     return path
 
 
+SHORT = ['--max_timesteps=1', '--max_epochs=1', '--experience_batch_size=4']
+
+
 def short(methods):
-    return {name: (method, [*words, *SHORT]) for name, (method, words) in methods.items()}
-
-
-SHORT = ['--num_layers_unfrozen=1', '--max_timesteps=1', '--max_epochs=1', '--experience_batch_size=4']
+    """Returns the methods with one phase, and of the tiny model's two layers one that learns."""
+    upper = {'--num_layers_unfrozen=8': '--num_layers_unfrozen=1'}
+    return {name: (method, [*(upper.get(w, w) for w in words), *SHORT]) for name, (method, words) in methods.items()}
 
 
 @pytest.mark.slow
@@ -151,14 +153,14 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     pairs = additions.Task.pairs  # a model that has learned nothing has no right sum
     reward = ['--reward_fn', f'{tmp_path / "rewards.py"}:vowels', '--max_new_tokens=16']
     monkeypatch.setattr(additions.Task, 'pairs', lambda self, *first: pairs(self, *first[:3], *reward))
-    names = ['ppo', 'grpo', 'ppo_all', 'dpo', 'reward_model']
+    names = ['ppo', 'grpo', 'ppo_lora', 'ppo_all', 'dpo', 'reward_model']
     found = results_of(additions, out, monkeypatch, '--pretrain', start, '--runs', *names)
     output = capfd.readouterr().out
     assert [row['run'] for row in found['rows']] == ['as it is', 'sft', *names]
     assert all(0 <= row['score'] <= 1 for row in found['rows'])
     assert all(row['cpu_minutes'] > 0 for row in found['rows'][1:])
     assert len(found['samples']) == 6 and found['samples'][0]['prompt'].startswith('What is ')
-    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', 'ppo', 'grpo', 'ppo_all', 'dpo'}
+    assert set(found['samples'][0]) == {'prompt', 'as it is', 'sft', *names} - {'reward_model'}
     rows = {row['run']: row for row in found['rows']}
     assert all(0 <= rows[name]['sampled'] <= 1 for name in rows if name != 'reward_model')
     assert rows['sft']['before'] == rows['as it is']['score'] and rows['dpo']['before'] == rows['sft']['score']

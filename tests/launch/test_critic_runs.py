@@ -169,7 +169,12 @@ def test_what_does_not_fit_is_refused_in_one_line_before_any_weight_is_read(run,
     AutoCritic(config=tiny_config('gpt2', vocab_size=5)).model.save_pretrained(tmp_path / 'few')
     AutoCritic(config=tiny_config('gpt2')).save_pretrained(tmp_path / 'z' / 'critic', tokenizer=char_tokenizer())
     AutoCritic(config=tiny_config('gpt2', hidden=16)).save_pretrained(tmp_path / 'narrow')
+    (tmp_path / 'long.txt').write_text('a' * 46)
     for settings, message in (
+        (
+            {'validation_file': str(tmp_path / 'long.txt'), 'max_prompt_tokens': 46},
+            'eval prompt 0 has 46 tokens; with max_new_tokens=.* it passes the context of 48',
+        ),
         ({'critic_from': tmp_path / 'bytes'}, 'has another tokenizer than the policy'),
         ({'critic_from': tmp_path / 'few'}, 'the critic .*few knows 5 tokens'),
         ({'critic_from': tmp_path / 'short'}, 'the context of the critic .*short of 8'),

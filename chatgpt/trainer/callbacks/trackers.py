@@ -271,8 +271,9 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        names = {name: re.sub(r'[^\w/.\- :]', ' ', name) for name in metrics}  # it refuses others, such as beta=1
-        values = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
+        # MLflow refuses a name with other characters, such as the @ and = of eval/score_mean@beta=1
+        named = {re.sub(r'[^\w/.\- :]', ' ', name): float(value) for name, value in metrics.items()}
+        values = [Metric(name, value, now, step) for name, value in named.items()]
         for start in range(0, len(values), MAX_METRICS):
             self._run.log_batch(self._run_id, metrics=values[start : start + MAX_METRICS])
         if rows:
