@@ -135,6 +135,16 @@ def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor |
     return -F.logsigmoid(difference if margin is None else difference - margin)
 
 
+def right_order(margin: Tensor, mask: Tensor) -> Tensor:
+    """Returns the number of pairs with a positive margin. Those with a margin of 0 count 1/2.
+
+    Args:
+        margin: (B,) the score that should be higher, minus the other.
+        mask: (B,) True for pairs, False for padding.
+    """
+    return ((margin.sign() + 1) / 2 * mask).sum()
+
+
 def pairwise_log_exp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """log(1 + exp(rejected − chosen)), per pair: the log-exp form of the pairwise loss, equal to the log-sigmoid one.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from chatgpt.data.tokenize import TokenizedPreference
 from chatgpt.functional import preference as losses
-from chatgpt.functional.losses import sequence_logprobs
+from chatgpt.functional.losses import right_order, sequence_logprobs
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import Mean, Metrics
@@ -90,8 +90,9 @@ class AgainstReference:
 class PairObjective(Objective):
     """A loss over pairs.
 
-    Metrics: `loss`; `accuracy` (share of pairs in which the chosen answer has the higher implicit reward), `margin`,
-    `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per answer).
+    Metrics: `loss`; `accuracy` (share of pairs in which the chosen answer has the higher implicit reward; equal rewards
+    count 1/2, as at the start), `margin`, `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`,
+    `logp_rejected` (nats per answer).
 
     Args:
         prefix: of the metrics.
@@ -143,10 +144,11 @@ class PairObjective(Objective):
         of_reference = () if reference is None else (reference[::2], reference[1::2])
         per_pair, reward_chosen, reward_rejected = self.pair_loss(chosen, rejected, *of_reference)
         total, count = (per_pair * mask).sum(), mask.sum()
+        margin = reward_chosen - reward_rejected
         metrics = {
             'loss': Mean(total, count),
-            'accuracy': Mean(((reward_chosen > reward_rejected) & mask).float().sum(), count),
-            'margin': Mean(((reward_chosen - reward_rejected) * mask).sum(), count),
+            'accuracy': Mean(right_order(margin, mask), count),
+            'margin': Mean((margin * mask).sum(), count),
             'reward_chosen': Mean((reward_chosen * mask).sum(), count),
             'reward_rejected': Mean((reward_rejected * mask).sum(), count),
             'logp_chosen': Mean((chosen.detach() * mask).sum(), count),

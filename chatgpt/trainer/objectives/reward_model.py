@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
-from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
+from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs, right_order
 from chatgpt.nn.trunk import in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
@@ -110,7 +110,7 @@ class PairwiseObjective(_RewardObjective):
         counts = weights > 0
         metrics: Metrics = {
             'loss': Mean(total, columns['prompt'].sum()),
-            'accuracy': Mean(((better > worse) & counts).float().sum(), counts.sum()),
+            'accuracy': Mean(right_order(better - worse, counts), counts.sum()),
             'margin': Mean(((better - worse) * counts).sum(), counts.sum()),
             'score_mean': Mean((scores * batch.sequence_mask).sum(), batch.sequence_mask.sum()),
         }
@@ -150,9 +150,9 @@ class LabelledObjective(_RewardObjective):
 class RewardModelTrainer(OfflineTrainer):
     """Trains a `RewardModel`.
 
-    Metrics: `rm/loss`; for pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better −
-    worse) and `rm/score_mean`; for labelled text `rm/accuracy` (share with a score above 0 exactly for successes). For
-    eval data `rm/val_...`.
+    Metrics: `rm/loss`; for pairs `rm/accuracy` (share of pairs in the right order; equal scores count 1/2),
+    `rm/margin` (mean of better − worse) and `rm/score_mean`; for labelled text `rm/accuracy` (share with a score above
+    0 exactly for successes). For eval data `rm/val_...`.
 
     Args:
         train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one type; the same lists on
