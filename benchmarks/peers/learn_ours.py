@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from lesson import BETAS, EPOCHS, EPS, GROUP, Run
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from harness import ppo_trainer
 
+from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.nn import AutoActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.types import Prompt
@@ -23,6 +23,7 @@ def main() -> None:
     lesson = run.lesson
     grouped = lesson.side == 'ours_grpo'
     actor = AutoActor(pretrained=lesson.start, value_head=None if grouped else True)
+    head_lr = recommended_lr(sum(p.numel() for p in actor.parameters()), 'rm', adapters=True)  # as in `chatgpt-rlhf ppo`
     method = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': GROUP, 'kl_in': 'loss'} if grouped else {}
     trainer = ppo_trainer(
         NaiveStrategy(seed=lesson.seed),
@@ -30,7 +31,9 @@ def main() -> None:
         None,
         run.reward,
         deepcopy(actor) if lesson.kl_coef else None,
-        optimizer=partial(torch.optim.AdamW, lr=lesson.lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True),
+        optimizer=lambda _: torch.optim.AdamW(
+            actor.parameter_groups(head_lr), lr=lesson.lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+        ),
         tokenizer=run.tokenizer,
         experience_batch_size=lesson.responses // (GROUP if grouped else 1),
         train_batch_size=lesson.train_batch,

@@ -36,6 +36,7 @@ from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.monitor.publish import push_folder
+from chatgpt.nn.actor import Actor
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.loading import trained_dtype
 from chatgpt.nn.peft_format import check_export, export_peft
@@ -108,18 +109,21 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 
 
 def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
-    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed."""
+    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed. A
+    value head has the rate of a critic that is LoRA on the whole model."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
     facts = model_facts(model)
     trained, whole = facts['trained'], facts['parameters']
+    is_head = setting == 'critic_lr' and isinstance(model, Actor)
     learning = 'rm' if setting == 'critic_lr' else run.entry().learning
-    rate = recommended_lr(whole, learning, trained, adapters=run.lora_rank > 0)
+    rate = recommended_lr(whole, learning, trained, adapters=is_head or run.lora_rank > 0)
     if strategy.is_rank_0:
         share = '' if trained == whole else f' of {whole:,}'
-        what = f'{trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
-        print(f'{setting} {rate:g}, as {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
+        what = f'as {trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
+        what = 'for the value head' if is_head else what
+        print(f'{setting} {rate:g}, {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
     return rate
 
 
@@ -130,8 +134,10 @@ def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> 
     Args:
         setting: 'lr', or 'critic_lr' for a separate critic.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
+    if isinstance(model, Actor) and model.value_head is not None:
+        parameters = model.parameter_groups(learning_rate(run, strategy, model, 'critic_lr'))
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
     if run.optimizer == 'adamw':

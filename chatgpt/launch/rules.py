@@ -111,10 +111,6 @@ PPO_RUN_RULES = [
         lambda s: s.overlong_buffer and s.max_new_tokens and s.overlong_buffer > s.max_new_tokens,
         'overlong_buffer={s.overlong_buffer} is a part of max_new_tokens={s.max_new_tokens}; it must not be larger',
     ),
-    Rule(
-        lambda s: s.critic == 'shared' and s.critic_lr is not None,
-        "critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out",
-    ),
     *changed(
         ('critic_epochs', 'critic_train_batch_size'),
         lambda s: s.critic == 'shared',

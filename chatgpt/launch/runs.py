@@ -369,7 +369,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     actor; actor: the actor's weights with a new head; or a folder or hub name: a saved critic, a reward model, or
     another model, of any size but with the policy's tokenizer (docs/critic.md)"""
     critic_lr: float | None = None
-    """learning rate of a separate critic"""
+    """learning rate of the critic; with critic=shared that of the value head"""
     num_layers_unfrozen: int = -1
     """train only this many top blocks; frozen copies of these blocks are the reference (hydra), so no second model is
     held. -1: train all"""
@@ -403,7 +403,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     config_class = PPOConfig
 
     def unused(self) -> tuple[str, ...]:
-        return () if self.estimator.needs_values and self.critic == 'own' else ('critic_lr',)
+        return () if self.estimator.needs_values else ('critic_lr',)
 
     def data_source(self) -> str | None:
         return self.prompt_path

@@ -208,7 +208,7 @@ class LearningRate:
 
     def out_of_range(self, name: str) -> str | None:
         """Returns a warning if the named model would learn nothing at this rate, or diverge in its first steps."""
-        rate, adaptive = max(self.base), 'betas' in self.optimizer.param_groups[0]
+        rate, adaptive = self.base[0], 'betas' in self.optimizer.param_groups[0]
         if rate == 0.0:
             return f'the learning rate of the {name} is 0, so it learns nothing'
         if not adaptive or LOWEST_RATE <= rate <= HIGHEST_RATE:

@@ -447,3 +447,17 @@ def test_a_run_with_a_fault_is_diagnosed_during_and_after_it_and_one_without_is_
         found = [(f.key, f.step) for f in diagnose(run)]
         assert found == [(row['finding'], row['step']) for row in run.findings]
         assert (key_of(name) in dict(found)) == (number == 0)
+
+
+@pytest.mark.parametrize(
+    ('groups', 'change'),
+    [
+        ({'lr': 1e-5}, 'critic_lr from 1e-05 to 0.0006'),
+        ({'0': {'lr': 1e-5}, '1': {'lr': 6e-4}}, 'critic_lr from 0.0006 to 0.002'),
+    ],
+)
+def test_a_value_head_with_the_rate_of_the_policy_is_told_the_rule(groups, change):
+    smollm2 = {'models': {'actor': {'parameters': 134_515_585}}, 'optimizers': {'actor': groups}}
+    findings = found(24, HEALTHY | SHARED | {'ppo/lr': 1e-5, 'ppo/explained_variance': -0.05}, **smollm2)
+    (finding,) = (f for f in findings if f.key == 'explained-variance-low')
+    assert change in finding.change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,27 @@ def test_a_critic_has_the_rate_of_a_reward_model_and_both_reach_the_optimizers(t
     assert float(found['lr']) == trainer.actor_optim.param_groups[0]['lr']
     assert float(found['critic_lr']) == trainer.critic_optim.param_groups[0]['lr']
     assert 3 < float(found['critic_lr']) / float(found['lr']) < 8
+
+
+def test_a_value_head_on_the_trunk_has_the_rate_of_an_adapter_or_the_one_given(tiny_folder, capsys):
+    def groups(**given: Any) -> list[dict[str, Any]]:
+        trainer = chatgpt.train(
+            tiny_folder, reward_fn=lambda prompts, responses: [0.0] * len(prompts), prompts=['a', 'b'],
+            num_timesteps=1, experience_batch_size=2, train_batch_size=2, max_new_tokens=2, strategy='naive',
+            critic='shared', **given,
+        )  # fmt: skip
+        assert trainer.critic_optim is None
+        actor, (trunk, head) = trainer.strategy.unwrap(trainer.actor), trainer.actor_optim.param_groups
+        assert [id(p) for p in head['params']] == [id(p) for p in actor.value_head.parameters()]
+        assert [id(p) for p in trunk['params'] + head['params']] == [id(p) for p in actor.parameters()]
+        return [trunk, head]
+
+    trunk, head = groups()
+    found = dict(re.findall(r'^(lr|critic_lr) (\S+), (?:as|for)', capsys.readouterr().out, re.MULTILINE))
+    assert [float(found['lr']), float(found['critic_lr'])] == [trunk['lr'], head['lr']]
+    assert head['lr'] / trunk['lr'] == pytest.approx(50, rel=0.2)  # 10 of adapters, 5 of a critic
+    trunk, head = groups(lr=1e-4, critic_lr=2e-4)
+    assert [trunk['lr'], head['lr']] == [1e-4, 2e-4] and 'critic_lr' not in capsys.readouterr().out
 
 
 def test_sgd_has_no_default():

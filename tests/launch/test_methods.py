@@ -82,7 +82,7 @@ def test_a_custom_method_is_one_line(monkeypatch, tmp_path, model_folder, capsys
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
 
 
-@pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-3), ({'critic': 'shared'}, None), ('grpo', None)])
+@pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-3), ({'critic': 'shared'}, 1e-3), ('grpo', None)])
 def test_the_settings_that_a_run_writes_down_are_settings_of_such_a_run(settings, rate):
     """Without a critic critic_lr has no default."""
     run = PPORun(pretrain='embedded', **(METHODS[settings].settings if isinstance(settings, str) else settings))

@@ -48,7 +48,7 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     {'optimizer': 'adamw8bit', 'strategy': 'fsdp'},
     {'compile_blocks': True, 'reproducible': 'exact'},
     {'compile_blocks': True} | GEMINI,
-    *({'critic': 'shared', name: 2} for name in ('critic_lr', 'critic_epochs', 'critic_train_batch_size')),
+    *({'critic': 'shared', name: 2} for name in ('critic_epochs', 'critic_train_batch_size')),
     *({'reproducible': 'exact'} | given for given in ({'engine': 'hf'}, {'rollout_workers': 2})),
     *({'nlpo_top_p': 0.9} | given for given in ({'lora_rank': 2}, {'num_layers_unfrozen': 1}, {'engine': 'hf'})),
     {'nlpo_top_p': 0.9, 'rollout_workers': 2},

@@ -292,9 +292,9 @@ def critic_worse_than_constant(h: History) -> Seen | None:
         return None
     if _better(latest) or h.solved_share >= LIMITS['solved']:
         return None
-    which, rate, rule = _critic_rate(h)
+    rate, rule = _critic_rate(h)
     high = rate > 3 * rule
-    slower = f'{which} from {rate:.1g} to {rule if high else rate / 3:.1g}'
+    slower = f'critic_lr from {rate:.1g} to {rule if high else rate / 3:.1g}'
     return Seen(
         f'explained variance below 0 in {phases} phases in a row, {median(latest):.2f} in the median; a constant has 0',
         'a learning rate too high for a critic of this size'
@@ -310,12 +310,15 @@ def _better(values: list[float]) -> bool:
     return median(values[half:]) > 0.75 * median(values[:half])
 
 
-def _critic_rate(h: History) -> tuple[str, float, float]:
-    """Returns the name of the critic's learning rate, its highest value, and the recommended one."""
-    which = 'critic_lr' if h.count('ppo/critic_lr') else 'lr'
-    rate = h.highest(f'ppo/{which}', 0.0)
-    parameters = (h.record.models if h.record is not None else {}).get('critic', {}).get('parameters')
-    return which, rate, recommended_lr(parameters, 'rm') if parameters else rate
+def _critic_rate(h: History) -> tuple[float, float]:
+    """Returns the critic's highest learning rate and the recommended one. A value head on the policy's trunk has that
+    of the optimizer's second group, if there is one (`Actor.parameter_groups`)."""
+    rate, owner = h.highest('ppo/critic_lr', 0.0), 'critic'
+    models, optimizers = (h.record.models, h.record.optimizers) if h.record is not None else ({}, {})
+    if h.shares_trunk:
+        rate, owner = optimizers.get('actor', {}).get('1', {}).get('lr', h.highest('ppo/lr', 0.0)), 'actor'
+    parameters = models.get(owner, {}).get('parameters')
+    return rate, recommended_lr(parameters, 'rm', adapters=h.shares_trunk) if parameters else rate
 
 
 @check('critic-warmup-short', 'note', 'the warm-up of the critic was too short', unless=('scores-equal',))
@@ -348,14 +351,14 @@ def explained_variance_low(h: History) -> Seen | None:
     now = median(h.last(name, phases))
     if now > 0.0 or h.now('ppo/return_var') <= 1e-12 or h.solved_share >= LIMITS['solved']:
         return None
-    which, rate, rule = _critic_rate(h)
+    rate, rule = _critic_rate(h)
     high = rate > 3 * rule
     return Seen(
         f'explained variance {now:.2f} in the median of {phases} phases, at phase {h.step}; a constant has 0',
         'a learning rate too high for a critic of this size'
         if high
         else 'a critic that learns too slowly, starts too far off, or whose target has no part that the text tells',
-        f'{which} from {rate:.1g} to {rule if high else 3 * rate:.1g}; begin it from the reward model '
+        f'critic_lr from {rate:.1g} to {rule if high else max(rule, 3 * rate):.1g}; begin it from the reward model '
         "(Critic.from_reward_model); or do without one: advantage_estimator='rloo', num_samples_per_prompt=4",
     )
 
