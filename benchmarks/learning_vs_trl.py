@@ -40,13 +40,14 @@ from lesson import Lesson  # isort: skip  # vs_peers adds its folder to Python's
 
 SIDES = {
     'ours_ppo': ('learn_ours.py', '', 'PPO, here'),
+    'ours_one_rate': ('learn_ours.py', '', 'PPO, here, head at the rate of the policy'),
     'trl_classic': ('learn_trl_classic.py', 'trl_classic', 'PPO, TRL 0.11.4'),
     'trl_ppo': ('learn_trl_ppo.py', 'trl_ppo', 'PPO, TRL 1.12.0'),
     'ours_grpo': ('learn_ours.py', '', 'GRPO, here'),
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
 """side -> worker, environment of a peer, name on the page"""
-RIVALS = {'ours_ppo': ('trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
+RIVALS = {'ours_ppo': ('ours_one_rate', 'trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
 RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 12, 'sums': sums.NEW_TOKENS}
 EVALUATIONS = {'additions': 8, 'sentiment': 3, 'sums': 8}

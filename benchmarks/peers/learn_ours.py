@@ -23,9 +23,10 @@ def main() -> None:
     lesson = run.lesson
     grouped = lesson.side == 'ours_grpo'
     actor = AutoActor(pretrained=lesson.start, value_head=None if grouped else True)
-    head_lr = recommended_lr(
-        sum(p.numel() for p in actor.parameters()), 'rm', adapters=True
-    )  # as in `chatgpt-rlhf ppo`
+    # as in `chatgpt-rlhf ppo --critic shared`
+    head_lr = recommended_lr(sum(p.numel() for p in actor.parameters()), 'rm', adapters=True)
+    if lesson.side == 'ours_one_rate':
+        head_lr = lesson.lr
     method = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': GROUP, 'kl_in': 'loss'} if grouped else {}
     trainer = ppo_trainer(
         NaiveStrategy(seed=lesson.seed),
