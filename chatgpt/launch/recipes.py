@@ -37,6 +37,7 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.actor import Actor
+from chatgpt.nn.critic import Critic
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.loading import trained_dtype
 from chatgpt.nn.peft_format import check_export, export_peft
@@ -110,7 +111,7 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 
 def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
     """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed. A
-    value head has the rate of a critic that is LoRA on the whole model."""
+    value head on the trunk has the rate of a critic that is LoRA on the whole model."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
@@ -136,8 +137,14 @@ def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> 
     """
     parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
-    if isinstance(model, Actor) and model.value_head is not None:
+    head = getattr(model, 'value_head', None)
+    if isinstance(model, Actor) and head is not None:
         parameters = model.parameter_groups(learning_rate(run, strategy, model, 'critic_lr'))
+    elif isinstance(model, Critic) and getattr(run, setting) is None and getattr(head, 'is_untrained', False):
+        head_lr = recommended_lr(model_facts(model)['parameters'], 'rm', adapters=True)
+        parameters = model.parameter_groups(head_lr)
+        if strategy.is_rank_0:
+            print(f'the new value head of the critic takes {head_lr:g}', flush=True)
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
     if run.optimizer == 'adamw':

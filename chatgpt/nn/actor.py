@@ -115,20 +115,6 @@ class Actor(Role):
         """The transformers config."""
         return self.model.config
 
-    def parameter_groups(self, critic_lr: float) -> list[dict[str, Any]]:
-        """Returns the trained parameters as groups of an optimizer, those of the value head with the learning rate
-        `critic_lr`.
-
-        The head is new where the trunk is pretrained: at the policy's rate it explains nothing of the returns
-        (docs/critic.md).
-        """
-        head = [p for p in self.value_head.parameters() if p.requires_grad] if self.value_head is not None else []
-        own = {id(p) for p in head}
-        groups: list[dict[str, Any]] = [
-            {'params': [p for p in self.parameters() if p.requires_grad and id(p) not in own]}
-        ]
-        return [*groups, {'params': head, 'lr': critic_lr}] if head else groups
-
     # ------------------------------------------------------------------ forward
 
     def forward(

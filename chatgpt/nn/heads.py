@@ -32,9 +32,19 @@ class SeededLinear(nn.Linear):
     def reset_parameters(self) -> None:
         with torch.no_grad():
             if not self.weight.is_meta:
-                with seeded(self.seed):
-                    self.weight.copy_(torch.randn(self.weight.shape) * self.std)
+                self.weight.copy_(self._drawn())
             self.bias.zero_()
+
+    def _drawn(self) -> Tensor:
+        with seeded(self.seed):
+            return torch.randn(self.weight.shape) * self.std
+
+    @property
+    def is_untrained(self) -> bool:
+        """True if the weights are the initial ones."""
+        if self.weight.is_meta:
+            return not hasattr(self, 'initial_state')  # a loaded head has one
+        return torch.equal(self.weight.cpu(), self._drawn().to(self.weight.dtype))
 
 
 class CategoricalHead(SeededLinear):

@@ -363,6 +363,17 @@ class Role(nn.Module):
         cls._build(role, cls._load(folder, **options), value_head=value_head, **own)
         return role
 
+    def parameter_groups(self, head_lr: float) -> list[dict[str, Any]]:
+        """Returns the trained parameters as groups of an optimizer, those of the value head with the learning rate
+        `head_lr`.
+
+        A head is new where the rest is pretrained: at the rate of the rest it hardly learns (docs/critic.md).
+        """
+        head = [p for p in self.value_head.parameters() if p.requires_grad] if self.value_head is not None else []
+        own = {id(p) for p in head}
+        rest: dict[str, Any] = {'params': [p for p in self.parameters() if p.requires_grad and id(p) not in own]}
+        return [rest, {'params': head, 'lr': head_lr}] if head else [rest]
+
     @torch.no_grad()
     def save_pretrained(
         self,

@@ -64,6 +64,9 @@ def test_a_critic_is_written_with_its_head_and_a_later_run_starts_from_it(run, t
     assert 'nats per response' not in card and 'a language model' in (tmp_path / 'a/actor/README.md').read_text()
     again = run('b', critic_lr=0.0, critic_from=folder).critic
     torch.testing.assert_close(values(again), values(saved), rtol=0, atol=0)
+    # by default a new head has a rate of its own, a learned one has that of the critic
+    begun = (('c', {'critic_from': folder}), ('d', {}))
+    assert [len(run(name, **more).critic_optim.param_groups) for name, more in begun] == [1, 2]
 
 
 def test_a_smaller_model_and_a_reward_model_start_a_critic(run, tmp_path):

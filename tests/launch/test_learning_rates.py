@@ -71,8 +71,9 @@ def test_a_critic_has_the_rate_of_a_reward_model_and_both_reach_the_optimizers(t
     )  # fmt: skip
     found = dict(re.findall(r'^(lr|critic_lr) (\S+), as', capsys.readouterr().out, re.MULTILINE))
     assert float(found['lr']) == trainer.actor_optim.param_groups[0]['lr']
-    assert float(found['critic_lr']) == trainer.critic_optim.param_groups[0]['lr']
-    assert 3 < float(found['critic_lr']) / float(found['lr']) < 8
+    trunk, head = trainer.critic_optim.param_groups
+    assert float(found['critic_lr']) == trunk['lr'] == pytest.approx(head['lr'] / 10)
+    assert len(head['params']) == 2 and 3 < float(found['critic_lr']) / float(found['lr']) < 8
 
 
 def test_a_value_head_on_the_trunk_has_the_rate_of_an_adapter_or_the_one_given(tiny_folder, capsys):

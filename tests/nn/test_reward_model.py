@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from chatgpt.nn import (
     mlp_head,
     reward_head,
 )
-from chatgpt.nn.heads import in_fp32
+from chatgpt.nn.heads import CategoricalHead, in_fp32, load_head, save_head
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
@@ -273,6 +274,19 @@ def test_how_heads_start():
     for head in (critic_head(width), mlp_head(width)):
         values = in_fp32(head, states).detach()
         assert 0 < float(values.abs().max()) < 0.02
+
+
+def test_a_head_is_untrained_until_a_step_or_a_file(tmp_path):
+    for made in (lambda: critic_head(8), lambda: CategoricalHead(8, 3, 0.0, 1.0)):
+        head: Any = made()
+        assert head.is_untrained and deepcopy(head).is_untrained and head.to(torch.bfloat16).is_untrained
+        with torch.device('meta'):
+            assert made().is_untrained
+            save_head(head, head.state_dict(), tmp_path)
+            assert not load_head(tmp_path).is_untrained
+        assert not load_head(tmp_path).is_untrained
+        head.weight.data[0, 0] += 1.0
+        assert not head.is_untrained
 
 
 @pytest.mark.parametrize(
