@@ -138,9 +138,11 @@ def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> 
     parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
     head = getattr(model, 'value_head', None)
-    if isinstance(model, Actor) and head is not None:
+    is_new = getattr(head, 'is_untrained', False)
+    in_actor = isinstance(model, Actor) and head is not None
+    if in_actor and (is_new or getattr(run, 'critic_lr', None) is not None):
         parameters = model.parameter_groups(learning_rate(run, strategy, model, 'critic_lr'))
-    elif isinstance(model, Critic) and getattr(run, setting) is None and getattr(head, 'is_untrained', False):
+    elif isinstance(model, Critic) and is_new and getattr(run, setting) is None:
         head_lr = recommended_lr(model_facts(model)['parameters'], 'rm', adapters=True)
         parameters = model.parameter_groups(head_lr)
         if strategy.is_rank_0:
