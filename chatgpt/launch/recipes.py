@@ -36,8 +36,6 @@ from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.monitor.learning_rate import recommended_lr
 from chatgpt.monitor.publish import push_folder
-from chatgpt.nn.actor import Actor
-from chatgpt.nn.critic import Critic
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.loading import trained_dtype
 from chatgpt.nn.peft_format import check_export, export_peft
@@ -110,43 +108,47 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 
 
 def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> float:
-    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed. A
-    value head on the trunk has the rate of a critic that is LoRA on the whole model."""
+    """Returns the run's `lr` or `critic_lr`, by default one for the number of trained parameters, which is printed."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
     facts = model_facts(model)
     trained, whole = facts['trained'], facts['parameters']
-    is_head = setting == 'critic_lr' and isinstance(model, Actor)
     learning = 'rm' if setting == 'critic_lr' else run.entry().learning
-    rate = recommended_lr(whole, learning, trained, adapters=is_head or run.lora_rank > 0)
+    rate = recommended_lr(whole, learning, trained, adapters=run.lora_rank > 0)
     if strategy.is_rank_0:
         share = '' if trained == whole else f' of {whole:,}'
-        what = f'as {trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
-        what = 'for the value head' if is_head else what
-        print(f'{setting} {rate:g}, {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
+        what = f'{trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
+        print(f'{setting} {rate:g}, as {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
     return rate
 
 
-def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> Any:
+def head_rate(run: Run, strategy: Any, model: Any, setting: str, lr: float) -> float:
+    """Returns the learning rate of a value head: the run's `setting`, else for a new head that of a critic with LoRA,
+    which is printed, and for a learned one `lr`, the rate of the rest."""
+    given: float | None = getattr(run, setting)
+    if given is not None:
+        return given
+    if run.optimizer == 'sgd' or not getattr(model.value_head, 'is_untrained', False):
+        return lr
+    rate = recommended_lr(model_facts(model)['parameters'], 'rm', adapters=True)
+    if strategy.is_rank_0 and rate != lr:
+        print(f'{setting} {rate:g} for the new value head; --{setting} sets another (docs/critic.md)', flush=True)
+    return rate
+
+
+def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr', head: str = '') -> Any:
     """Returns the run's optimizer of the trained parameters. The 8-bit optimizers quantise their states in blocks of
     256 (Dettmers et al. 2022, "8-bit optimizers").
 
     Args:
         setting: 'lr', or 'critic_lr' for a separate critic.
+        head: the setting with the rate of a value head, which is then a group of its own.
     """
-    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
-    head = getattr(model, 'value_head', None)
-    is_new = getattr(head, 'is_untrained', False)
-    in_actor = isinstance(model, Actor) and head is not None
-    if in_actor and (is_new or getattr(run, 'critic_lr', None) is not None):
-        parameters = model.parameter_groups(learning_rate(run, strategy, model, 'critic_lr'))
-    elif isinstance(model, Critic) and is_new and getattr(run, setting) is None:
-        head_lr = recommended_lr(model_facts(model)['parameters'], 'rm', adapters=True)
-        parameters = model.parameter_groups(head_lr)
-        if strategy.is_rank_0:
-            print(f'the new value head of the critic takes {head_lr:g}', flush=True)
+    if head and model.value_head is not None:
+        parameters = model.parameter_groups(head_rate(run, strategy, model, head, lr))
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
     if run.optimizer == 'adamw':
@@ -225,8 +227,8 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     actor, critic, reward, initial_model, mask_model = models
     set_kernels(run, *models)
-    actor_optim = make_optimizer(run, strategy, actor)
-    critic_optim = make_optimizer(run, strategy, critic, 'critic_lr') if critic is not None else None
+    actor_optim = make_optimizer(run, strategy, actor, head='critic_lr')
+    critic_optim = make_optimizer(run, strategy, critic, 'critic_lr', 'critic_lr') if critic is not None else None
     scorer = (
         reward if isinstance(reward, Scorer) and not isinstance(reward, torch.nn.Module) else None
     )  # has no module for the strategy to prepare
@@ -282,7 +284,8 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
             needs_copy = isinstance(settings, ReferenceConfig) and not own
             initial = deepcopy(model) if needs_copy else None
     set_kernels(run, model, initial)
-    model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
+    rate_of_head = 'lr' if method.model == 'Critic' else ''
+    model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model, head=rate_of_head)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
     return method.part('trainer')(
         strategy,

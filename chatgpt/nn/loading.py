@@ -367,12 +367,16 @@ class Role(nn.Module):
         """Returns the trained parameters as groups of an optimizer, those of the value head with the learning rate
         `head_lr`.
 
-        A head is new where the rest is pretrained: at the rate of the rest it hardly learns (docs/critic.md).
+        A head is new where the rest is pretrained: at the rate of the rest it hardly learns (docs/critic.md). Raises
+        ValueError without a value head.
         """
-        head = [p for p in self.value_head.parameters() if p.requires_grad] if self.value_head is not None else []
-        own = {id(p) for p in head}
-        rest: dict[str, Any] = {'params': [p for p in self.parameters() if p.requires_grad and id(p) not in own]}
-        return [rest, {'params': head, 'lr': head_lr}] if head else [rest]
+        if self.value_head is None:
+            raise ValueError(f'{type(self).__name__}.parameter_groups: the model has no value head')
+        own = {id(p) for p in self.value_head.parameters()}
+        learned = [p for p in self.parameters() if p.requires_grad]
+        head, rest = ([p for p in learned if (id(p) in own) is inside] for inside in (True, False))
+        groups: list[dict[str, Any]] = [{'params': rest}, {'params': head, 'lr': head_lr}]
+        return [group for group in groups if group['params']]
 
     @torch.no_grad()
     def save_pretrained(

@@ -423,7 +423,7 @@ class PPOTrainer(Stepwise):
         )
 
     def _critic_rate(self) -> float:
-        """Sets the learning rate of the critic's next step. The value head alone takes the actor's, unscheduled."""
+        """Sets the learning rate of the critic's next step. A value head on the trunk has its rate unscheduled."""
         if self.shares_trunk:
             return self._schedules['actor'].set_base()
         return self._schedules['critic'].set(self.course.num_updates, self.course.total_updates)

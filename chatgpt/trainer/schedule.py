@@ -208,10 +208,10 @@ class LearningRate:
 
     def out_of_range(self, name: str) -> str | None:
         """Returns a warning if the named model would learn nothing at this rate, or diverge in its first steps."""
-        rate, adaptive = self.base[0], 'betas' in self.optimizer.param_groups[0]
-        if rate == 0.0:
+        if max(self.base) == 0.0:
             return f'the learning rate of the {name} is 0, so it learns nothing'
-        if not adaptive or LOWEST_RATE <= rate <= HIGHEST_RATE:
+        rate = next((rate for rate in self.base if rate and not LOWEST_RATE <= rate <= HIGHEST_RATE), None)
+        if rate is None or 'betas' not in self.optimizer.param_groups[0]:
             return None
         what = 'is lost in rounding' if rate < LOWEST_RATE else 'replaces the weights'
         return (
@@ -225,10 +225,10 @@ class LearningRate:
         self.base = [group['lr'] for group in self.optimizer.param_groups]
 
     def set_base(self) -> float:
-        """Applies the base rates, without the schedule; returns the first group's learning rate."""
+        """Applies the base rates, without the schedule; returns that of the last group, of a value head."""
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group['lr'] = base
-        return float(self.base[0])
+        return float(self.base[-1])
 
     def set(self, step: int, total_steps: int | None) -> float:
         """Applies the schedule to this step; returns the first group's learning rate."""

@@ -461,3 +461,10 @@ def test_a_value_head_with_the_rate_of_the_policy_is_told_the_rule(groups, chang
     findings = found(24, HEALTHY | SHARED | {'ppo/lr': 1e-5, 'ppo/explained_variance': -0.05}, **smollm2)
     (finding,) = (f for f in findings if f.key == 'explained-variance-low')
     assert change in finding.change
+
+
+def test_a_warm_up_of_a_value_head_is_not_of_a_critic_of_its_own():
+    smollm2 = {'models': {'actor': {'parameters': 134_515_585}}, 'optimizers': {'actor': {'lr': 1e-5}}}
+    numbers = {'ppo/lr': 1e-5, 'ppo/critic_lr': lambda i: 1e-5 if i < 4 else None, 'ppo/explained_variance': -0.3}
+    findings = found(24, HEALTHY | SHARED | numbers | {'ppo/policy_loss': after(4, 0.0, None)}, **smollm2)
+    assert ['critic_lr from 1e-05 to 0.0006' in f.change for f in findings if f.key.startswith('critic')] == [True]

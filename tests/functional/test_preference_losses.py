@@ -11,7 +11,7 @@ import torch
 from float64 import tensor
 
 from chatgpt.functional import preference
-from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
+from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs, right_order
 
 CHOSEN, REJECTED = [-10.0, -3.0, -40.0], [-12.0, -1.0, -41.0]
 REF_CHOSEN, REF_REJECTED = [-11.0, -2.5, -38.0], [-11.5, -2.0, -40.0]
@@ -162,6 +162,11 @@ def test_all_pairs_of_a_prompt_with_weights_that_sum_to_one():
     )
     # Negative control: a higher rank as the better one.
     assert set(zip(pairs.worse.tolist(), pairs.better.tolist(), strict=True)) != slow
+
+
+def test_equal_scores_count_half_and_padding_nothing():
+    margin, mask = torch.tensor([0.5, -0.5, 0.0, 3.0]), torch.tensor([True, True, True, False])
+    assert float(right_order(margin, mask)) == 1.5
 
 
 def test_ties_and_single_responses_make_no_pair():

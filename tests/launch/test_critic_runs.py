@@ -64,9 +64,16 @@ def test_a_critic_is_written_with_its_head_and_a_later_run_starts_from_it(run, t
     assert 'nats per response' not in card and 'a language model' in (tmp_path / 'a/actor/README.md').read_text()
     again = run('b', critic_lr=0.0, critic_from=folder).critic
     torch.testing.assert_close(values(again), values(saved), rtol=0, atol=0)
-    # by default a new head has a rate of its own, a learned one has that of the critic
-    begun = (('c', {'critic_from': folder}), ('d', {}))
-    assert [len(run(name, **more).critic_optim.param_groups) for name, more in begun] == [1, 2]
+    # by default a new head has ten times the rate of the rest, a learned one has the same
+    for name, more, times in (('c', {'critic_from': folder}, 1), ('d', {}, 10)):
+        rest, head = run(name, **more).critic_optim.param_groups
+        assert head['lr'] == pytest.approx(times * rest['lr']) and len(head['params']) == 2
+
+
+def test_a_resume_may_change_the_rate_of_a_new_critic(run):
+    run(checkpoint_interval=1)
+    again = run(checkpoint_interval=1, resume='auto', critic_lr=2e-5)
+    assert again._schedules['critic'].base == [2e-5, 2e-5]
 
 
 def test_a_smaller_model_and_a_reward_model_start_a_critic(run, tmp_path):

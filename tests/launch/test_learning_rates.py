@@ -90,7 +90,7 @@ def test_a_value_head_on_the_trunk_has_the_rate_of_an_adapter_or_the_one_given(t
         return [trunk, head]
 
     trunk, head = groups()
-    found = dict(re.findall(r'^(lr|critic_lr) (\S+), (?:as|for)', capsys.readouterr().out, re.MULTILINE))
+    found = dict(re.findall(r'^(lr|critic_lr) ([\d.e-]+),? (?:as|for the new)', capsys.readouterr().out, re.MULTILINE))
     assert [float(found['lr']), float(found['critic_lr'])] == [trunk['lr'], head['lr']]
     assert head['lr'] / trunk['lr'] == pytest.approx(50, rel=0.2)  # 10 of adapters, 5 of a critic
     trunk, head = groups(lr=1e-4, critic_lr=2e-4)

@@ -77,6 +77,15 @@ def test_a_trainer_warns_of_its_rate():
         sft(lr=0.0)
 
 
+def test_each_group_has_a_rate_in_range_or_none_learns():
+    def text(*rates: float) -> str | None:
+        groups = [{'params': [torch.zeros(1, requires_grad=True)], 'lr': rate} for rate in rates]
+        return LearningRate(torch.optim.AdamW(groups), 'constant', 0).out_of_range('actor')
+
+    assert text(1e-5, 6e-4) is text(0.0, 1e-4) is None
+    assert 'is 1, far from any in use' in str(text(1e-5, 1.0)) and 'is 0, so' in str(text(0.0, 0.0))
+
+
 @pytest.mark.parametrize('offline', [False, True])
 def test_a_resume_of_a_finished_run_is_reported(tmp_path, capsys, offline):
     """A run that is longer now continues."""

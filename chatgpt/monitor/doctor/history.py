@@ -151,8 +151,9 @@ class History:
 
     @property
     def shares_trunk(self) -> bool:
-        """True if policy and value head are one model, with one optimizer."""
-        return self.has_critic and 'ppo/critic_lr' not in self._values
+        """True if policy and value head are one model, with one optimizer. It logs ppo/critic_lr in a warm-up only."""
+        rates = self.series('ppo/critic_lr') if self.first_actor_step is None else self.since_actor('ppo/critic_lr')
+        return self.has_critic and not rates
 
     @property
     def has_episodes(self) -> bool:

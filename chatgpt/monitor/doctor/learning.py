@@ -294,7 +294,7 @@ def critic_worse_than_constant(h: History) -> Seen | None:
         return None
     rate, rule = _critic_rate(h)
     high = rate > 3 * rule
-    slower = f'critic_lr from {rate:.1g} to {rule if high else rate / 3:.1g}'
+    slower = f'critic_lr from {rate:.1g} to {rule if high or 3 * rate < rule else rate / 3:.1g}'
     return Seen(
         f'explained variance below 0 in {phases} phases in a row, {median(latest):.2f} in the median; a constant has 0',
         'a learning rate too high for a critic of this size'
@@ -317,8 +317,10 @@ def _critic_rate(h: History) -> tuple[float, float]:
     models, optimizers = (h.record.models, h.record.optimizers) if h.record is not None else ({}, {})
     if h.shares_trunk:
         rate, owner = optimizers.get('actor', {}).get('1', {}).get('lr', h.highest('ppo/lr', 0.0)), 'actor'
-    parameters = models.get(owner, {}).get('parameters')
-    return rate, recommended_lr(parameters, 'rm', adapters=h.shares_trunk) if parameters else rate
+    known = models.get(owner, {})
+    if not known.get('parameters'):
+        return rate, rate
+    return rate, recommended_lr(known['parameters'], 'rm', known.get('trained'), adapters=h.shares_trunk or None)
 
 
 @check('critic-warmup-short', 'note', 'the warm-up of the critic was too short', unless=('scores-equal',))
