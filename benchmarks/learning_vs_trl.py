@@ -47,7 +47,8 @@ SIDES = {
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
 """side -> worker, environment of a peer, name on the page"""
-RIVALS = {'ours_ppo': ('ours_one_rate', 'trl_classic', 'trl_ppo'), 'ours_grpo': ('trl_now',)}
+RIVALS = {side: ('ours_ppo', 'ours_one_rate') for side in ('trl_classic', 'trl_ppo')} | {'trl_now': ('ours_grpo',)}
+"""side of a peer -> sides here, of which the first that was run is compared with it"""
 RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 12, 'sums': sums.NEW_TOKENS}
 EVALUATIONS = {'additions': 8, 'sentiment': 3, 'sums': 8}
@@ -147,7 +148,7 @@ def page(results: harness.Results) -> None:
             if not by_side[side]:
                 continue
             scores = [at(r['curve'], end) for r in by_side[side]]
-            against = next((ours for ours, theirs in RIVALS.items() if side in theirs), None)
+            against = next((ours for ours in RIVALS.get(side, ()) if by_side[ours]), None)
             ahead = ''
             if against and len(by_side[against]) == len(scores):
                 ahead = harness.interval([at(r['curve'], end) for r in by_side[against]], scores)
@@ -179,7 +180,7 @@ def speed(results: harness.Results) -> str:
         key = task, side
         if key not in costs:
             continue
-        own = next(((task, own) for own, theirs in RIVALS.items() if side in theirs), None)
+        own = next(((task, ours) for ours in RIVALS.get(side, ()) if (task, ours) in costs), None)
         faster = harness.least_median_greatest(harness.ratios(costs[key], costs[own])) if own else ''
         memory = harness.least_median_greatest(harness.ratios(peaks[own], peaks[key])) if own else ''
         rows.append([task, SIDES[side][2], len(costs[key]), f'{statistics.median(costs[key]):.0f}'])
