@@ -47,7 +47,11 @@ SIDES = {
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
 """side -> worker, environment of a peer, name on the page"""
-RIVALS = {side: ('ours_ppo', 'ours_one_rate') for side in ('trl_classic', 'trl_ppo')} | {'trl_now': ('ours_grpo',)}
+RIVALS: dict[str, tuple[str, ...]] = {
+    'trl_classic': ('ours_ppo', 'ours_one_rate'),
+    'trl_ppo': ('ours_ppo', 'ours_one_rate'),
+    'trl_now': ('ours_grpo',),
+}
 """side of a peer -> sides here, of which the first that was run is compared with it"""
 RATES, KLS, SEEDS = (3e-6, 1e-5, 3e-5), (0.0, 0.02, 0.1), (1, 2, 3)
 NEW_TOKENS = {'additions': 16, 'sentiment': 12, 'sums': sums.NEW_TOKENS}
