@@ -88,6 +88,15 @@ def real_model() -> Iterator[Quote]:
     yield page, '"ended": 0.005, "score_mean": {:.3f},', [before]
     yield page, '{:.0f} of 200 answers are right', [200 * before]
     yield page, 'Before training {:.1f} % are right, after SFT {:.1f} %,', [100 * before, 100 * sft]
+    yield page, 'eval score {:.3f} →', [sft]
+    # PPO of this page is a run of its own, whose output is on the page
+    text = (ROOT / page).read_text()
+    ppo = float(text.split(f'eval score {sft:.3f} → ')[1].split()[0])
+    sampled = [rows[0]['sampled'] for rows in (runs['as it is'], runs['sft'])]
+    sampled.append(float(text.split('"ended": 1.0, "score_mean": ')[1].split(',')[0]))
+    words = 'after PPO {:.1f} %; sampled at temperature 1: {:.1f}, {:.1f} and {:.1f} %'
+    yield page, words, [100 * share for share in (ppo, *sampled)]
+    yield page, 'with 200 questions is {:.1f} %.', [100 * math.sqrt(ppo * (1 - ppo) / 200)]
     gain = harness.interval([row['score'] for row in runs['ppo']], [row['before'] for row in runs['ppo']])
     pairs = [[row['sampled'] for r in records for row in r['rows'] if row['run'] == run] for run in ('ppo', 'sft')]
     gains = [*gain.split(' ± '), *harness.interval(*pairs).split(' ± ')]

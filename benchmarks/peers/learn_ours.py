@@ -34,8 +34,13 @@ def main() -> None:
         None,
         run.reward,
         deepcopy(actor) if lesson.kl_coef else None,
-        optimizer=lambda _: torch.optim.AdamW(
-            actor.parameter_groups(head_lr), lr=lesson.lr, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+        optimizer=lambda learned: torch.optim.AdamW(
+            learned if grouped else actor.parameter_groups(head_lr),
+            lr=lesson.lr,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=0.0,
+            fused=True,
         ),
         tokenizer=run.tokenizer,
         experience_batch_size=lesson.responses // (GROUP if grouped else 1),
