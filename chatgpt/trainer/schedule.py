@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,7 +250,8 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_groups(optimizer: Optimizer, rates: SequenceOf[float]) -> dict[str, Any]:
-    """Returns the hyperparameters of the optimizer's group, or of each by number; `rates` are the base learning
-    rates."""
+    """Returns the optimizer's hyperparameters; one in which its groups differ is a list of the groups' values. `rates`
+    are the base learning rates."""
     groups = [{'lr': lr} | hyperparameters(group) for group, lr in zip(optimizer.param_groups, rates, strict=True)]
-    return groups[0] if len(groups) == 1 else {str(number): group for number, group in enumerate(groups)}
+    values = {name: [group.get(name) for group in groups] for name in dict.fromkeys(chain.from_iterable(groups))}
+    return {name: own if any(value != own[0] for value in own) else own[0] for name, own in values.items()}

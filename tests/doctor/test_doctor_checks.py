@@ -453,7 +453,7 @@ def test_a_run_with_a_fault_is_diagnosed_during_and_after_it_and_one_without_is_
     ('groups', 'change'),
     [
         ({'lr': 1e-5}, 'critic_lr from 1e-05 to 0.0006'),
-        ({'0': {'lr': 1e-5}, '1': {'lr': 6e-4}}, 'critic_lr from 0.0006 to 0.002'),
+        ({'lr': [1e-5, 6e-4]}, 'critic_lr from 0.0006 to 0.002'),
     ],
 )
 def test_a_value_head_with_the_rate_of_the_policy_is_told_the_rule(groups, change):

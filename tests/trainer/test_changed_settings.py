@@ -20,6 +20,8 @@ from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.checkpointing import differences
+from chatgpt.trainer.schedule import describe_groups
 
 
 def consonants(prompts: list[str], responses: list[str]) -> list[float]:
@@ -62,6 +64,14 @@ def test_another_optimizer_and_another_reward_are_named_and_used(saved):
     assert 'optimizers.actor.weight_decay 0.01 → 0.5' in text and group['weight_decay'] == 0.5
     _, (text,) = resumed(saved, reward=consonants)
     assert "reward 'vowels, source " in text and "→ 'consonants, source " in text
+
+
+def test_groups_of_an_optimizer_are_told_apart_where_they_differ():
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{'params': [first]}, {'params': [second], 'weight_decay': 0.0}], weight_decay=0.1)
+    alike, apart = (describe_groups(optimizer, rates) for rates in ((1e-5, 1e-5), (1e-5, 6e-4)))
+    assert alike['lr'] == 1e-5 and alike['weight_decay'] == [0.1, 0.0]
+    assert list(differences(alike, apart)) == ['lr 1e-05 → [1e-05, 0.0006]']
 
 
 def test_a_reward_of_the_same_name_and_other_code_is_another(saved):

@@ -312,11 +312,12 @@ def _better(values: list[float]) -> bool:
 
 def _critic_rate(h: History) -> tuple[float, float]:
     """Returns the critic's highest learning rate and the recommended one. A value head on the policy's trunk has that
-    of the optimizer's second group, if there is one (`parameter_groups`)."""
+    of the optimizer's second group, if it differs (`parameter_groups`)."""
     rate, owner = h.highest('ppo/critic_lr', 0.0), 'critic'
     models, optimizers = (h.record.models, h.record.optimizers) if h.record is not None else ({}, {})
     if h.shares_trunk:
-        rate, owner = optimizers.get('actor', {}).get('1', {}).get('lr', h.highest('ppo/lr', 0.0)), 'actor'
+        rates, owner = optimizers.get('actor', {}).get('lr'), 'actor'
+        rate = rates[-1] if isinstance(rates, list) else h.highest('ppo/lr', 0.0)
     known = models.get(owner, {})
     if not known.get('parameters'):
         return rate, rate
