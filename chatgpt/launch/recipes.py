@@ -34,7 +34,7 @@ from chatgpt.launch.planning import memory_advice, planned, show_plan
 from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
-from chatgpt.monitor.learning_rate import recommended_lr
+from chatgpt.monitor.learning_rate import BATCHES, recommended_lr
 from chatgpt.monitor.publish import push_folder
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.loading import trained_dtype
@@ -115,10 +115,12 @@ def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> f
     facts = model_facts(model)
     trained, whole = facts['trained'], facts['parameters']
     learning = 'rm' if setting == 'critic_lr' else run.entry().learning
-    rate = recommended_lr(whole, learning, trained, adapters=run.lora_rank > 0)
+    batch: int | None = getattr(run, 'train_batch_size', None)
+    rate = recommended_lr(whole, learning, trained, adapters=run.lora_rank > 0, batch=batch)
     if strategy.is_rank_0:
         share = '' if trained == whole else f' of {whole:,}'
         what = f'{trained:,}{share} parameters are trained{", as LoRA" if run.lora_rank else ""}'
+        what += f', with batches of {batch}' if learning in BATCHES else ''
         print(f'{setting} {rate:g}, as {what}; --{setting} sets another (docs/learning_rates.md)', flush=True)
     return rate
 

@@ -30,7 +30,7 @@ def to_one_digit(rate: float) -> object:
 
 @pytest.mark.parametrize(
     ('method', 'share'),
-    [('sft', 1), ('reward-model', 1), ('ppo', 1 / 5), ('grpo', 1 / 5), ('dpo', 1 / 15), ('orpo', 1 / 2)],
+    [('sft', 1), ('reward-model', 1), ('ppo', 1 / 5), ('grpo', 1 / 5), ('orpo', 1 / 2)],
 )
 def test_by_method_and_size(capsys, method, share):
     actor = GPTActor(config=tiny_config('gpt2'))
@@ -39,6 +39,15 @@ def test_by_method_and_size(capsys, method, share):
     assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / count) * share)
     out = capsys.readouterr().out
     assert out == f'lr {rate:g}, as {count:,} parameters are trained; --lr sets another (docs/learning_rates.md)\n'
+
+
+@pytest.mark.parametrize(('method', 'batch'), [('dpo', 4), ('dpo', 64), ('simpo', 16), ('kto', 8)])
+def test_preference_losses_go_with_the_square_root_of_the_batch(capsys, method, batch):
+    actor = GPTActor(config=tiny_config('gpt2'))
+    count = sum(p.numel() for p in actor.parameters())
+    rate = learning_rate(run_of(method, pretrain='m', train_batch_size=batch), NaiveStrategy(), actor)
+    assert rate == to_one_digit(9e-6 * math.sqrt(6e9 / count) / 15 * math.sqrt(batch / 64))
+    assert f'{count:,} parameters are trained, with batches of {batch};' in capsys.readouterr().out
 
 
 def test_what_is_trained_counts_and_adapters_take_ten_times_the_rate_of_the_whole_model(capsys):

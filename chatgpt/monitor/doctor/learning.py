@@ -78,7 +78,8 @@ def _supervised(h: History) -> Seen | None:
 def _rates(h: History, name: str) -> tuple[float | None, float | None]:
     """Returns the highest learning rate so far, and the recommended one for this model."""
     rates, parameters = h.values(name), h.trained.get('parameters')
-    rule = recommended_lr(parameters, h.learning or 'sft', h.trained.get('trained')) if parameters else None
+    about = {'trained': h.trained.get('trained'), 'batch': h.setting('train_batch_size', None)}
+    rule = recommended_lr(parameters, h.learning or 'sft', **about) if parameters else None
     return (max(rates) if rates else None), rule
 
 
