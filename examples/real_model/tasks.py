@@ -95,15 +95,16 @@ class Task:
 
     def pairs(self, name: str, model: str, prompts: list[dict[str, Any]], *words: str) -> str:
         """Writes pairs of the model's own responses: of four to each prompt, sampled at temperature 1, the best and the
-        worst, where their scores differ. Returns the file, which is not written again."""
+        worst that have any text, where their scores differ. Returns the file, which is not written again."""
         file, count = self.out / f'{name}.jsonl', 4
         if file.is_file():
             return str(file)
         asked = self.write(f'{name}_prompts.jsonl', [row for row in prompts for _ in range(count)])
         found, rows = self.answers(model, name, asked, '--temperature=1', *words), []
         for i, row in enumerate(prompts):
-            own = sorted(found[count * i : count * (i + 1)], key=lambda answer: answer['score'])
-            if own[0]['score'] < own[-1]['score']:
+            told = [answer for answer in found[count * i : count * (i + 1)] if answer['response'].strip()]
+            own = sorted(told, key=lambda answer: answer['score'])
+            if own and own[0]['score'] < own[-1]['score']:
                 texts = {'chosen': own[-1]['response'], 'rejected': own[0]['response']}
                 if not isinstance(row['prompt'], str):
                     texts = {key: [{'role': 'assistant', 'content': text}] for key, text in texts.items()}

@@ -135,6 +135,20 @@ def test_the_model_of_the_wheel_answers(tmp_path):
     assert find_model(None, tmp_path / 'smollm2') == folder
 
 
+def test_pairs_are_the_best_and_the_worst_answer_with_text(monkeypatch, tmp_path):
+    from tasks import Task
+
+    scores = [[('1', 0.5), ('', 0.0), ('2', 1.0), ('3', 0.0)], [('4', 1.0), ('', 0.0), ('5', 1.0), ('6', 1.0)]]
+    answers = [{'response': text, 'score': score} for four in scores for text, score in four]
+    task = Task.__new__(Task)
+    task.out = tmp_path
+    monkeypatch.setattr(Task, 'answers', lambda self, *words: answers)
+    file = Path(task.pairs('pairs', 'model', [{'prompt': 'a'}, {'prompt': 'b'}]))
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {'prompt': 'a', 'chosen': '2', 'rejected': '3'}  # of 'b', all answers with text have one score
+    ]
+
+
 @pytest.mark.system
 def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     """Runs SFT, PPO, GRPO and both evaluations in child processes; checks the table, results and samples."""
