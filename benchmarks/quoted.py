@@ -100,7 +100,7 @@ def real_model() -> Iterator[Quote]:
     gain = harness.interval([row['score'] for row in runs['ppo']], [row['before'] for row in runs['ppo']])
     pairs = [[row['sampled'] for r in records for row in r['rows'] if row['run'] == run] for run in ('ppo', 'sft')]
     gains = [*gain.split(' ± '), *harness.interval(*pairs).split(' ± ')]
-    words = 'With three seeds, at one learning rate for all, PPO gains {:.1f} ± {:.1f} % greedily and {:.1f} ± {:.1f} % sampled'
+    words = 'With three seeds PPO gains {:.1f} ± {:.1f} % greedily and {:.1f} ± {:.1f} % sampled'
     yield page, words, [100 * float(part) for part in gains]
 
 
