@@ -17,7 +17,7 @@ import harness
 RECORDS, PAGE = 'real_model.json', 'real_model.md'
 TASKS = {'additions': 'real_model.png', 'sentiment': 'real_sentiment.png'}
 """tasks with a plot of scores and KL"""
-METHODS = ('sft', 'reward_model', 'dpo', 'ppo', 'grpo')
+METHODS = ('sft', 'reward_model', 'dpo', 'ppo', 'ppo_lora', 'ppo_all', 'grpo')
 SCORES = {'additions': 'share of held-out sums right', 'sentiment': 'held-out reward'}
 
 
@@ -66,7 +66,8 @@ def methods(tasks: dict[str, list[dict[str, Any]]]) -> str:
             before = [row['before'] for row in own if 'before' in row]
             parts = [statistics.mean(values) for values in (before, [row['score'] for row in own]) if values]
             cells.append(' → '.join(f'{part:.3f}' for part in parts))
-        rows.append(cells)
+        if any(cells[1:]):
+            rows.append(cells)
     return harness.markdown(['method', *tasks], rows)
 
 
@@ -85,11 +86,12 @@ def cell(text: str) -> str:
 
 
 def draw(task: str, records: list[dict[str, Any]]) -> None:
-    runs = list(dict.fromkeys(run for record in records for run, own in record['curves'].items() if own['kl']))
+    """Plots the runs that were made with every seed."""
+    runs = [run for run, own in records[0]['curves'].items() if own['kl'] and all(run in r['curves'] for r in records)]
     with harness.figure(TASKS[task], 2) as axes:
         for axis, kind, title in zip(axes, ('score', 'kl'), (SCORES[task], 'KL, nats per response'), strict=True):
             for number, run in enumerate(runs):
-                seeds = [record['curves'][run] for record in records if run in record['curves']]
+                seeds = [record['curves'][run] for record in records]
                 for curves in seeds:
                     label = run.replace('_', ' ') if curves is seeds[0] else None
                     axis.plot(*zip(*curves[kind], strict=True), color=f'C{number}', marker='.', label=label)
@@ -102,7 +104,7 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
                 continue
             height = statistics.mean(row['score'] for row in rows)
             axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
-            place = {'xytext': (0, 4), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
+            place = {'xytext': (0, -10), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
             axes[0].annotate('after SFT' if name == 'sft' else name, (0, height), **place)
         if task == 'additions':
             axes[0].set_ylim(0, 1)
