@@ -104,7 +104,8 @@ def draw(task: str, records: list[dict[str, Any]]) -> None:
                 continue
             height = statistics.mean(row['score'] for row in rows)
             axes[0].axhline(height, color='grey', linestyle='--', linewidth=1)
-            place = {'xytext': (0, -10), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
+            above = 4 if name == 'as it is' else -10
+            place = {'xytext': (0, above), 'textcoords': 'offset points', 'fontsize': 8, 'color': 'grey'}
             axes[0].annotate('after SFT' if name == 'sft' else name, (0, height), **place)
         if task == 'additions':
             axes[0].set_ylim(0, 1)
