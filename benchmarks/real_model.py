@@ -78,7 +78,8 @@ def score_of(rows: list[dict[str, Any]]) -> str:
 
 def samples(record: dict[str, Any]) -> str:
     names = list(record['samples'][0])
-    return harness.markdown(names, [[cell(sample[name]) for name in names] for sample in record['samples']])
+    head = [name.replace('_', ' ') for name in names]
+    return harness.markdown(head, [[cell(sample[name]) for name in names] for sample in record['samples']])
 
 
 def cell(text: str) -> str:

@@ -78,7 +78,7 @@ def _supervised(h: History) -> Seen | None:
 def _rates(h: History, name: str) -> tuple[float | None, float | None]:
     """Returns the highest learning rate so far, and the recommended one for this model."""
     rates, parameters = h.values(name), h.trained.get('parameters')
-    about = {'trained': h.trained.get('trained'), 'batch': h.setting('train_batch_size', None)}
+    about = {'trained': h.trained.get('trained'), 'batch': h.setting('train_batch_size')}
     rule = recommended_lr(parameters, h.learning or 'sft', **about) if parameters else None
     return (max(rates) if rates else None), rule
 
