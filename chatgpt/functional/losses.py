@@ -195,19 +195,6 @@ def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor
     return ratio_of(logprobs - old_logprobs) * estimate
 
 
-def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
-    """min(exp(logprobs − behaviour_logprobs), cap), a weight per token without gradient, to multiply the policy loss
-    by.
-
-    For engines that compute other log-probs than the trainer from the same weights: `logprobs` are the trainer's old
-    log-probs, `behaviour_logprobs` the engine's. Sources: Ionides 2008, "Truncated importance sampling"; for language
-    models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    """
-    if not cap > 0:
-        raise ValueError(f'cap={cap!r} must be positive')
-    return ratio_of(logprobs - behaviour_logprobs).clamp_max(cap).detach()
-
-
 def importance_weights(
     logprobs: Tensor,
     behaviour_logprobs: Tensor,
@@ -230,7 +217,8 @@ def importance_weights(
     the product with `clipped_policy_loss` is decoupled PPO: Hilton et al. 2021, "Batch size-invariance for policy
     optimization"; AReaL, Fu et al. 2025, arXiv 2505.24298. Token masks with both bounds are IcePop's, arXiv 2510.18855;
     sequence masks with an upper one MIS, Liu, Li et al. 2025, "When speed kills stability"; 'token_truncate' with
-    low=0 is `truncated_importance_weights`.
+    low=0 is for engines that compute other log-probs than the trainer from the same weights: Ionides 2008, "Truncated
+    importance sampling"; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 
     Args:
         logprobs, behaviour_logprobs: (N,).

@@ -125,6 +125,8 @@ METHODS: Registry[Recipe] = Registry(
             'REINFORCE++ with the mean of the group subtracted',
             advantage_estimator='reinforce++_baseline',
             num_samples_per_prompt=4,
+            kl_in='loss',
+            kl_loss_kind='k2',
         ),
         'dapo': _online(
             'DAPO: GRPO with a higher upper clip, dynamic sampling and a length penalty',
@@ -136,7 +138,12 @@ METHODS: Registry[Recipe] = Registry(
             dynamic_sampling_rounds=4,
         ),
         'gspo': _online(
-            'GSPO: GRPO with one ratio per sequence', **_GROUP, policy_loss='gspo', eps_clip=3e-4, eps_clip_high=4e-4
+            'GSPO: GRPO with one ratio per sequence',
+            **_GROUP,
+            policy_loss='gspo',
+            eps_clip=3e-4,
+            eps_clip_high=4e-4,
+            kl_coef=0.0,
         ),
         'cispo': _online(
             'CISPO: GRPO with clipped weights instead of clipped updates',

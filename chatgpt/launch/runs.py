@@ -359,8 +359,7 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
     max_epochs: int = 5
     """passes over the collected responses in one phase"""
     critic: Literal['own', 'shared'] = 'own'
-    """own: a separate model; shared: a value head on the actor's trunk (with num_layers_unfrozen, on its frozen
-    part)"""
+    """own: a separate model; shared: a value head on the actor's last hidden states"""
     shared_trunk: bool = False
     """hold actor, critic, reward model and reference as adapters on one frozen model: least memory; needs lora_rank
     (docs/one_card.md)"""

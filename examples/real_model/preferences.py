@@ -1,11 +1,11 @@
-"""Human preferences on a real model: a reward model and DPO from pairs of responses, PPO and GRPO with that reward
-model, and SFT on the chosen responses.
+"""Human preferences on a real model: a reward model and DPO from pairs of responses, and PPO with that reward model;
+--runs adds GRPO, and SFT on the chosen responses.
 
     python examples/real_model/preferences.py PAIRS.jsonl [--out outputs/preferences] [--pretrain NAME_OR_FOLDER]
 
 PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs longer than --longest tokens
 are dropped, and a fifth of the others (at most 100) is held out. Learning rates, epochs of DPO and PPO and the KL
-coefficient are the defaults. Prints a table and writes it to --out, with the folders and report.html of the runs. To
+coefficient are the defaults. Without --pretrain the model is converted from a wheel (model.py). Prints a table and writes it to --out, with the folders and report.html of the runs. To
 judge responses yourself:
 
     chatgpt-rlhf compare --model outputs/preferences/model --model outputs/preferences/dpo/actor \\
@@ -73,7 +73,8 @@ def main() -> None:
             method, own = METHODS[name]
             models[name] = task.learn(name, method, prompts, '--validation_file', asked, *scored, *ONLINE, *own)
     task.score_others(models, asked, *scored)
-    about = f'reward model, dpo: accuracy on {cut} held-out pairs; others: mean score by the reward model, greedily'
+    task.score_samples(models, asked, *scored)
+    about = f'reward model, dpo: accuracy on {cut} held-out pairs; others: mean score by the reward model'
     task.finish(about, asked, models, *scored)
 
 

@@ -19,7 +19,6 @@ from chatgpt.functional.losses import (
     importance_weighted,
     importance_weights,
     kl_full,
-    truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
 
@@ -440,7 +439,6 @@ def test_policy_stats_add_up_over_micro_batches():
         (lambda x, m, r: ppo.clipped_policy_loss(x, x, x, eps_high=-0.1), 'eps_high=-0.1'),
         (lambda x, m, r: ppo.clipped_policy_loss(x, x, x, dual_clip=1.0), 'dual_clip=1.0 must be greater than 1'),
         (lambda x, m, r: ppo.clipped_value_loss(x, x, x, 0.0), 'value clip 0.0 must be positive'),
-        (lambda x, m, r: truncated_importance_weights(x, x, cap=0.0), 'cap=0.0 must be positive'),
         (lambda x, m, r: importance_weights(x, x, m, r, 1, low=2.0, high=2.0), 'low=2.0, high=2.0 are not allowed'),
         (lambda x, m, r: importance_weights(x, x, m, r, 1, 'token'), "'token' is not known; choose one of"),
         (lambda x, m, r: cispo_policy_loss(x, x, x, eps_low=1.5), r'eps_low=1.5 must be in \[0, 1\]'),
