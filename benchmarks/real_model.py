@@ -49,11 +49,12 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def sampled_pair(record: dict[str, Any], run: str) -> tuple[float, float] | None:
-    """Returns the scores of responses at temperature 1 after a run that began with the SFT model, and of that model."""
+    """Returns the scores of responses at temperature 1 after a run, and of the model that it began with."""
     rows = {row['run']: row for row in record['rows']}
-    if 'sampled' not in rows.get('sft', {}) or 'before' not in rows.get(run, {}) or run == 'sft':
+    began = 'as it is' if run == 'sft' or record['task'] == 'preferences' else 'sft'
+    if 'sampled' not in rows.get(began, {}) or 'before' not in rows.get(run, {}):
         return None
-    return rows[run]['sampled'], rows['sft']['sampled']
+    return rows[run]['sampled'], rows[began]['sampled']
 
 
 def methods(tasks: dict[str, list[dict[str, Any]]]) -> str:

@@ -224,7 +224,8 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
     given, fresh = AutoModelForCausalLM.from_pretrained(tiny_folder), GPT2LMHeadModel(tiny_config('gpt2', positions=48))
     with pytest.raises(ValueError, match='give tokenizer='):
         chatgpt.train(fresh, samples=['ab'])
-    assert train(fresh, samples=['ab'] * 4, tokenizer=char_tokenizer()).num_updates == 1
+    for tokenizer in (char_tokenizer(), tiny_folder):
+        assert train(fresh, samples=['ab'] * 4, tokenizer=tokenizer).num_updates == 1
     trainer = train(given, reward_fn=lengths, lora_rank=2)  # the folder has a tokenizer
     actor, critic = ({id(p) for p in m.parameters()} for m in trainer.models().values())
     assert trainer.critic is not None and not actor & critic

@@ -154,7 +154,7 @@ def load_prompts(
         raise ValueError(f'max_prompt_tokens={max_prompt_tokens}; give at least 1, or None for no limit')
     if overflow not in ('truncate', 'refuse'):
         raise ValueError(f"overflow={overflow!r}; give 'truncate' or 'refuse'")
-    plain = isinstance(source, (str, Path)) and str(source).removesuffix('.gz').endswith('.txt')
+    plain = isinstance(source, (str, Path)) and str(source).lower().removesuffix('.gz').endswith('.txt')
     plain = plain or (isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str))
     options: Any = {'max_tokens': max_prompt_tokens, 'overflow': overflow, 'apply_chat_template': apply_chat_template}
     options['begin'] = tuple(begin_ids(tokenizer))

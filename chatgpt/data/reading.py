@@ -169,6 +169,8 @@ def _open_source(
         if name.suffix.lower() in SUFFIXES or not _HUB_NAME.fullmatch(source):
             raise ValueError(f'{source}: no such file or folder{nearest(source, "dataset")}')
         return source, _rows(_load_hub(source, split, subset, streaming), f'data set {source}', bad)
+    if hasattr(source, 'iterrows'):  # a DataFrame of pandas
+        source = source.to_dict('records')
     if isinstance(source, Mapping):
         if split not in source or not all(
             isinstance(key, str) and isinstance(value, Iterable) for key, value in source.items()
@@ -341,7 +343,7 @@ def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
             start = block.removeprefix(_BOM).lstrip()
     if start.startswith(b'['):
         yield from _array(path, bad)
-    elif path.name.removesuffix('.gz').endswith('.json'):
+    elif path.name.lower().removesuffix('.gz').endswith('.json'):
         yield from _unwrapped(path, bad, split)
     else:
         yield from _objects(path, bad)

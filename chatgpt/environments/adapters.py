@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import EnvironmentFactory
+from chatgpt.environments.host import name_of
 from chatgpt.environments.openenv import openenv_server
 from chatgpt.environments.tools import ToolFactory
 from chatgpt.registry import load_object
@@ -32,8 +33,7 @@ class Adapter:
     def __init__(self, wrapper: Callable[[Callable[..., Any]], Any], make: Callable[..., Any]) -> None:
         self.wrapper, self.make = wrapper, make
         self.messages, self.keeps_stop = (bool(getattr(wrapper, name, False)) for name in ('messages', 'keeps_stop'))
-        inner = make.func if isinstance(make, partial) else make
-        self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
+        self.name = self.__qualname__ = name_of(make)
 
     def __call__(self) -> Any:
         return self.wrapper(self.make)

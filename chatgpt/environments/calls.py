@@ -62,7 +62,7 @@ def _message(text: str, find: Callable[[str], Found]) -> dict[str, Any]:
     try:
         content, calls = find(text[thinking.end() :] if thinking else text)
         calls = checked_calls(calls)
-    except ValueError:  # also from json
+    except (ValueError, RecursionError):  # of json
         return message
     message['content'] = content.strip()
     if thinking and thinking[1].strip():
@@ -98,7 +98,8 @@ def _bare(text: str) -> Found:
         return text, []
     while rest:
         call, end = json.JSONDecoder().raw_decode(rest)
-        if 'name' not in call or not ('parameters' in call or 'arguments' in call):
+        named = isinstance(call, dict) and 'name' in call
+        if not named or not ('parameters' in call or 'arguments' in call):
             return text, []
         calls.append(call)
         rest = rest[end:].lstrip('; \n')

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -50,7 +51,7 @@ def kill_group(pid: int) -> None:
 
 def name_of(factory: Any) -> str:
     """Returns the name of an environment in messages: that of its class or function."""
-    factory = getattr(factory, 'func', factory)  # a partial
+    factory = factory.func if isinstance(factory, partial) else factory
     return getattr(factory, '__qualname__', None) or type(factory).__name__
 
 

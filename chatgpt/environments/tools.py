@@ -16,10 +16,10 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import joined
+from chatgpt.environments.host import name_of
 
 RESERVED = ('reset', 'get_reward', 'turn_reward', 'close')
 
@@ -41,8 +41,7 @@ class ToolFactory:
 
     def __init__(self, make: Callable[[], Any], rewards: Sequence[Callable[..., Any]] = ()) -> None:
         self.make, self.rewards = make, tuple(rewards)
-        inner = make.func if isinstance(make, partial) else make
-        self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
+        self.name = self.__qualname__ = name_of(make)
         for reward in self.rewards:
             if not callable(reward) or not hasattr(reward, '__name__'):
                 raise ValueError(f'rewards holds {reward!r:.80}, which is no function')

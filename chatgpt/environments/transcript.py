@@ -159,7 +159,7 @@ class ChatTemplate:
             if message.pop('tool_calls', None):
                 message['tool_calls'] = checked_calls(found['tool_calls'])
             return message
-        except (ValueError, TypeError, AttributeError):  # as in TRL, a turn that cannot be parsed is text
+        except (ValueError, TypeError, AttributeError, RecursionError):  # a turn that cannot be parsed is text
             return text
 
     # ------------------------------------------------------------------ the template

@@ -213,6 +213,10 @@ def _split_argv(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     takes_value = False
     for i, word in enumerate(argv):
         given, equals, text = word.removeprefix('--').partition('=')
+        if takes_value and word[:1] == '-' and word[:2] != '--':
+            flags[-1] += f'={word}'  # argparse takes -1e-3 for a flag
+            takes_value = False
+            continue
         if takes_value or not word.startswith('--') or word == '--':
             (words if OVERRIDE.fullmatch(word) and not takes_value else flags).append(word)
             takes_value = False

@@ -377,7 +377,8 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any, context: int | None
     train, validation = split_examples(
         [prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed
     )
-    return PromptSet(train), PromptSet(validation)
+    facts = prompts.num_skipped, prompts.reasons, prompts.has_turns, prompts.num_cut
+    return PromptSet(train, *facts), PromptSet(validation)
 
 
 # ---------------------------------------------------------------------- runs that only learn

@@ -201,7 +201,10 @@ def train(
         check_one_process_per_rank(strategy)
         environment = find_environment(environment, run.environment_options)
         check_reward_beside(environment, run.reward_weights, reward_fn)
-    tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code=run.trust_remote_code)
+    else:
+        tokenizer = copy_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_of(model, run)
     if run.apply_chat_template is None:
         # that of the run that is resumed
         record = RunRecord.read(run_dir) if resume is not None and run_dir is not None else None

@@ -44,6 +44,10 @@ PPO_RULES = [
         'policy_loss={s.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out',
     ),
     Rule(
+        lambda s: s.kl_target is not None and not s.kl_coef,
+        'kl_target={s.kl_target} adapts kl_coef, which must be above 0 at the start',
+    ),
+    Rule(
         lambda s: s.kl_in == 'loss' and s.kl_kind == 'full',
         "kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind",
     ),

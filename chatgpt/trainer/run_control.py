@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from chatgpt.monitor.run_folder.differences import leaves
 from chatgpt.strategies.base import Strategy
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -134,7 +135,7 @@ def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> Non
     """
     if strategy.processes.world_size == 1:
         return
-    everyone = strategy.processes.all_gather_object({key: repr(value) for key, value in _flat(facts)})
+    everyone = strategy.processes.all_gather_object({key: repr(value) for key, value in leaves(facts)})
     first = everyone[0]
     found = []
     for rank, theirs in enumerate(everyone):
@@ -148,11 +149,3 @@ def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> Non
             )
     if found:
         raise RankMismatchError(f'the ranks do not run the same run, seen {where}: {"; ".join(found)} (as on rank 0)')
-
-
-def _flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f'{prefix}{key}.')
-        else:
-            yield f'{prefix}{key}', value

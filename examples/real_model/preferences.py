@@ -5,8 +5,8 @@
 
 PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs longer than --longest tokens
 are dropped, and a fifth of the others (at most 100) is held out. Learning rates, epochs of DPO and PPO and the KL
-coefficient are the defaults. Without --pretrain the model is converted from a wheel (model.py). Prints a table and writes it to --out, with the folders and report.html of the runs. To
-judge responses yourself:
+coefficient are the defaults. Without --pretrain the model is converted from a wheel (model.py). Prints a table and
+writes it to --out, with the folders and report.html of the runs. To judge responses yourself:
 
     chatgpt-rlhf compare --model outputs/preferences/model --model outputs/preferences/dpo/actor \\
         --prompts outputs/preferences/prompts_held_out.jsonl --db judged.sqlite
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument('--runs', nargs='+', choices=names, default=['dpo', 'ppo'], help='runs after the reward model')
     args = parser.parse_args()
     task = Task('preferences', args)
+    task.rows.append({'run': 'as it is'})
     rows = rows_of(args.pairs, AutoTokenizer.from_pretrained(task.start), args.longest, args.most)
     cut = min(100, len(rows) // 5)
     print(f'{len(rows) - cut} pairs to learn from, {cut} held out')

@@ -5,8 +5,8 @@
 REVIEWS.jsonl has rows of `text` and `label` (1: positive). A reward model is trained on 1,500 of them. SFT on 300
 others, whatever their label, teaches the model to go on after the first three words of a review. PPO and GRPO then
 start from that model with the first words of further reviews as prompts; --runs dpo learns from pairs that it sampled
-and the reward model ordered. Learning rates, epochs and the KL coefficient are the defaults. Prints a table and writes it to
---out, with the folders and report.html of the runs.
+and the reward model ordered. Learning rates, epochs and the KL coefficient are the defaults. Prints a table and writes
+it to --out, with the folders and report.html of the runs.
 """
 
 from __future__ import annotations

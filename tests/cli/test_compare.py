@@ -85,6 +85,13 @@ def test_two_models_answer_as_generate_does(compare, monkeypatch, capsys, folder
     assert sum(a != b for a, b in answers(tmp_path)) >= 4
 
 
+def test_prompts_of_a_text_file_are_its_lines(compare, folder, tmp_path):
+    (folder / 'prompts.TXT').write_bytes('\ufeffone day a fox\n\none day a cat\n'.encode())
+    assert compare(*TWO[:2], '--prompts=prompts.TXT', TWO[3]) == 0
+    with Store(tmp_path / 'judged.sqlite') as store:
+        assert store.records() == [{'prompt': 'one day a fox'}, {'prompt': 'one day a cat'}]
+
+
 def test_answers_are_made_once(compare, monkeypatch, tmp_path):
     """A start after an interruption between the models generates only the second; a third generates nothing."""
     from chatgpt.launch.cli import compare as word

@@ -8,6 +8,7 @@ import runpy
 import warnings
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
@@ -86,6 +87,11 @@ def test_own_column_names():
         load_examples([{'x': 'a'}], columns={'prompt': 'q'})
     with pytest.raises(ValueError, match="kind='prompts'; give 'prompt', 'demonstration'"):
         load_examples(['x'], kind='prompts')
+
+
+def test_a_data_frame_is_its_rows(tokenizer):
+    rows = [{'prompt': 'a', 'response': 'b'}, {'prompt': 'c', 'response': 'd'}]
+    assert load_examples(pandas.DataFrame(rows)) == load_examples(rows)
 
 
 def test_splits(tokenizer):

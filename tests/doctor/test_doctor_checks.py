@@ -154,6 +154,12 @@ CASES: dict[str, Case] = {
         ppo(value_loss=50.0, actor_grad_norm=9.0),  # a separate critic
         step=5,
     ),
+    'value-loss-dominates, not clipped': Case(
+        {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
+        {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
+        step=5,
+        about_without={'settings': {'max_grad_norm': None}},
+    ),
     'explained-variance-low': Case(
         ppo(explained_variance=-0.05), ppo(explained_variance=after(12, 0.1, -0.5)), step=20
     ),

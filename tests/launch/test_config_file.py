@@ -140,6 +140,8 @@ def test_yaml_numbers_and_null_are_what_they_look_like_and_what_wins(tmp_path):
     both = run(SFTRun, *'data.jsonl max_epochs=5 --tensorboard --lora_target_modules q --lora_target_modules v'.split())
     assert (both.dataset, both.max_epochs, both.tensorboard) == ('data.jsonl', 5, True)
     assert both.lora_target_modules == ['q', 'v']
+    for word in ('-1e-3', '-0.001'):
+        assert run(PPORun, '--entropy_coef', word, '--missing_eos_score', '-1').entropy_coef == -1e-3
 
 
 @pytest.mark.parametrize(

@@ -185,12 +185,11 @@ def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dic
     """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
     from chatgpt.data.loading import load_examples
 
-    source: Any = path
-    if Path(path).suffix == '.txt':
-        if not Path(path).is_file():
-            raise ValueError(f'--prompts {path}: there is no such file')
-        source = [{'prompt': line} for line in Path(path).read_text('utf-8').splitlines() if line.strip()]
-    return [_record(example.prompt, apply_chat_template) for example in load_examples(source, kind='prompt')]
+    plain = Path(path.removesuffix('.gz')).suffix.lower() == '.txt'
+    if plain and not Path(path).is_file():
+        raise ValueError(f'--prompts {path}: there is no such file')
+    lines: Any = {'columns': {'prompt': 'text'}, 'text_separator': '\n'} if plain else {}
+    return [_record(example.prompt, apply_chat_template) for example in load_examples(path, kind='prompt', **lines)]
 
 
 def read_answers(

@@ -173,7 +173,9 @@ def main() -> None:
             seed=args.seed,
             environment=environment,
             environment_settings=settings,
-            max_new_tokens=args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
+            max_new_tokens=args.max_new_tokens
+            if args.max_new_tokens is not None
+            else default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
             stop_strings=args.stop_string,
             **sampling,
         )

@@ -211,7 +211,7 @@ def check_sampling(args: Any) -> None:
         if getattr(args, name) is not None:
             raise ValueError(f'--greedy takes the likeliest token, so --{name} changes nothing: give one of them')
     SamplingParams(
-        max_new_tokens=args.max_new_tokens or sys.maxsize,
+        max_new_tokens=sys.maxsize if args.max_new_tokens is None else args.max_new_tokens,
         max_length=args.max_length,
         min_new_tokens=args.min_new_tokens,
         **flags_or_defaults(args),
@@ -247,9 +247,11 @@ def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any, chosen: dic
     """Returns the sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
     from chatgpt.rollout.sampling import sampling_for
 
+    most = args.max_new_tokens
+    if most is None and not args.max_length:
+        most = default_new_tokens(actor.config, prompts)
     keywords = {
-        'max_new_tokens': args.max_new_tokens
-        or (None if args.max_length else default_new_tokens(actor.config, prompts)),
+        'max_new_tokens': most,
         'max_length': args.max_length,
         'min_new_tokens': args.min_new_tokens,
         **chosen,

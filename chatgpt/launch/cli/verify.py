@@ -51,9 +51,7 @@ def main() -> int:
             f'{a.path} and {b.path} have no phase in common, in metrics.jsonl, rollouts/ or {CHECKPOINTS}/: give two '
             'runs of which each has finished a phase'
         )
-    compared = ', '.join(f'{part.phases} phases of {kind}' for kind, part in found.items()).replace(
-        '1 phases', '1 phase'
-    )
+    compared = ', '.join(f'{part.phases} phase{"s" * (part.phases != 1)} of {kind}' for kind, part in found.items())
     differences = [part.difference for part in found.values() if part.difference is not None]
     if not differences:
         print(f'the same: {compared} compared')

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from chatgpt.environments.host import kill_group
 from chatgpt.launch.ray import Signals
 from chatgpt.launch.search.study import Study, Sweep, shown
 from chatgpt.launch.torchrun import python_path
@@ -236,10 +237,7 @@ class Running:
 
     def kill(self) -> None:
         """Kills the trial and the processes that it has started."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+        kill_group(self.process.pid)
         self.process.wait()
 
 

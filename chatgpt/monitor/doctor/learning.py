@@ -273,8 +273,8 @@ def value_loss_dominates(h: History) -> Seen | None:
     if not h.shares_trunk or h.count('ppo/value_loss') < NOW:
         return None
     coef, loss = h.setting('value_coef', 0.1), h.now('ppo/value_loss')
-    term, norm, most = coef * loss, h.now('ppo/actor_grad_norm'), h.setting('max_grad_norm', 1.0)
-    if term <= LIMITS['value_term'] or norm <= most:
+    term, norm, most = coef * loss, h.now('ppo/actor_grad_norm'), h.setting('max_grad_norm')
+    if most is None or term <= LIMITS['value_term'] or norm <= most:
         return None
     wanted = coef * 0.1 / term
     return Seen(

@@ -83,7 +83,7 @@ def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
 
 def compare_states(phase: int, one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference | None:
     """Compares the trainer's state in checkpoints, without tensors: counters, KL controller, running moments."""
-    left, right = ({n: v for n, v in _leaves(state) if n.split('.')[0] not in START_STATE} for state in (one, other))
+    left, right = ({n: v for n, v in leaves(state) if n.split('.')[0] not in START_STATE} for state in (one, other))
     names = _different(left, right)
     if not names:
         return None
@@ -91,10 +91,11 @@ def compare_states(phase: int, one: Mapping[str, Any], other: Mapping[str, Any])
     return Difference(phase, 'state', names[0], values, _and_more(len(names) - 1, 'number'))
 
 
-def _leaves(state: Mapping[str, Any], above: str = '') -> Iterator[tuple[str, Any]]:
+def leaves(state: Mapping[str, Any], above: str = '') -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings, with their names joined by dots."""
     for name, value in state.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f'{above}{name}.')
+            yield from leaves(value, f'{above}{name}.')
         else:
             yield f'{above}{name}', value
 
