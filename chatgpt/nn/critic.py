@@ -110,6 +110,8 @@ def _score_head(reward_model: RewardModel) -> Any:
     kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
     shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
     if float(shift) != 0:
+        if last.bias is None:
+            last.bias = nn.Parameter(last.weight.new_zeros(last.out_features))
         with torch.no_grad():
             bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
             bias.sub_(shift)

@@ -38,7 +38,7 @@ from chatgpt.nn.tensor_files import (
     to_dtype,
     write_dtype,
 )
-from chatgpt.nn.trunk import check_whole
+from chatgpt.nn.trunk import check_whole, recompute_activations
 from chatgpt.nn.weights import (
     Uninitialised,
     WeightsSource,
@@ -209,10 +209,8 @@ def load_model(
             with suppress(OSError):  # without that file, those of the config are used
                 model.generation_config = GenerationConfig.from_pretrained(name, **hub)
     if checkpoint:
-        # transformers 5.17 has only the old name, which 5.23 deprecates
-        enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         try:
-            enable({'use_reentrant': False})
+            recompute_activations(model)
         except ValueError:
             raise ValueError(
                 f'checkpoint=True: {type(model).__name__} cannot recompute its activations; leave it out'

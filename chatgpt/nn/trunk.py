@@ -57,6 +57,13 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, 'get_text_config') else config
 
 
+def recompute_activations(model: Any) -> None:
+    """Makes a transformers model recompute activations in the backward pass. Raises ValueError if it cannot."""
+    # transformers 5.17 has only the second name, which 5.23 deprecates
+    enable = getattr(model, 'activation_checkpointing_enable', None) or model.gradient_checkpointing_enable
+    enable({'use_reentrant': False})
+
+
 def position_limit(config: Any) -> int | None:
     """Returns the most tokens of one sequence, None without a limit. Of an encoder-decoder the most of each side (of
     LED the smaller one), including the decoder's start token.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
+from chatgpt.nn.trunk import recompute_activations, text_config, width_of
 from chatgpt.plan.setup import Setup
 from chatgpt.strategies.copies import matmul_weights, narrow, stored_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
@@ -53,7 +53,7 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     if setup.logprob_kernel != 'auto' and hasattr(model, 'logprob_kernel'):
         # Triton's kernels cannot be traced; like the fused one, liger's do not hold the logits of all rows.
         model.logprob_kernel = 'plain' if setup.logprob_kernel == 'plain' else 'fused'
-    model.folder_dtype = getattr(_text(config), 'dtype', None)
+    model.folder_dtype = getattr(text_config(config), 'dtype', None)
     return model
 
 
@@ -68,9 +68,7 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         learns = setup.shared_trunk or kind in ('actor', 'critic') or setup.task == 'reward_model'
         if setup.gradient_checkpointing and learns:
-            with warnings.catch_warnings():
-                warnings.simplefilter('ignore', FutureWarning)
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+            recompute_activations(model)
         if setup.shared_trunk:
             return _role(kind, model, setup)
         if kind == 'actor':
@@ -104,7 +102,6 @@ def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
 def _bins_head(config: Any, setup: Setup) -> Any:
     """Returns a head of the critic's bins; None if the critic has one output."""
     from chatgpt.nn import CategoricalHead
-    from chatgpt.nn.trunk import width_of
 
     return CategoricalHead(width_of(config), **setup.critic_support) if setup.critic_support else None  # type: ignore[arg-type]
 
@@ -122,20 +119,15 @@ def kept_in_16_bits(model: Any) -> list[nn.Parameter]:
 
 
 def num_layers(config: Any) -> int:
-    return int(_text(config).num_hidden_layers)
+    return int(text_config(config).num_hidden_layers)
 
 
 def vocab_size(config: Any) -> int:
-    return int(_text(config).vocab_size)
-
-
-def _text(config: Any) -> Any:
-    """`chatgpt.nn.trunk.text_config` without importing transformers."""
-    return config.get_text_config() if hasattr(config, 'get_text_config') else config
+    return int(text_config(config).vocab_size)
 
 
 def _set_layers(config: Any, layers: int) -> None:
-    text = _text(config)
+    text = text_config(config)
     text.num_hidden_layers = layers
     kinds = getattr(text, 'layer_types', None)
     if kinds:
@@ -147,7 +139,6 @@ def measure(model: nn.Module) -> ModelSize:
     from transformers.pytorch_utils import Conv1D
 
     from chatgpt.nn import lora
-    from chatgpt.strategies.streaming import transformer_blocks
 
     block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
     kept = {id(p) for p in kept_in_16_bits(model)}
@@ -188,9 +179,7 @@ def exchanged_bytes(config: Any, setup: Setup) -> int:
     """Returns the bytes that a process sends to the others of its rank while one trained model learns from one sequence
     of full length: in each layer queries, keys, values and outputs, in each forward and backward, and the last hidden
     states once in both."""
-    from chatgpt.nn.trunk import width_of
-
-    text, size = _text(config), setup.sequence_parallel
+    text, size = text_config(config), setup.sequence_parallel
     heads = text.num_attention_heads
     keys = getattr(text, 'num_key_value_heads', None) or heads
     width = getattr(text, 'head_dim', None) or text.hidden_size // heads
@@ -445,7 +434,7 @@ def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
     def probe(layers: int) -> int:
         small = copy.deepcopy(config)
         _set_layers(small, layers)
-        _text(small).pad_token_id = None  # with one, some models read the tokens' values
+        text_config(small).pad_token_id = None  # with one, some models read the tokens' values
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
             keep_part(model, tensor_parallel)

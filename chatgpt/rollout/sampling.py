@@ -302,7 +302,7 @@ def sampling_for(
     given = dict(kwargs)
     stop_strings = given.pop('stop_strings', None)
     model = getattr(actor, 'model', None)
-    if given.get('eos_token_id') is None:
+    if given.get('eos_token_id') is None and given.get('eos_token_ids') is None:
         given['eos_token_id'] = end_tokens(model, tokenizer)
     if given.get('pad_token_id') is None:
         given['pad_token_id'] = getattr(tokenizer, 'pad_token_id', None)

@@ -113,7 +113,7 @@ class Strategy(OnRanks):
         self._pairs: dict[int, Trained] = {}
         """id of the user's and id of the prepared optimizer -> its pair"""
         self._keep: list[Any] = []  # keeps alive the objects with the ids above
-        self._offloaded_models: dict[int, copies.Offloaded] = {}
+        self._offloaded_models: dict[int, AbstractContextManager[None]] = {}
         """by id of the user's module"""
         self._narrow = copies.NarrowWeights(self.numerics.dtype, self.autocast)
         self._kept_copy = copies.KeptCopy()
@@ -427,7 +427,7 @@ class Strategy(OnRanks):
                     state[slot] = value.to(parameter.device)
         return optimizer
 
-    def _offloaded(self, module: nn.Module) -> copies.Offloaded | None:
+    def _offloaded(self, module: nn.Module) -> AbstractContextManager[None] | None:
         """Returns the object that moves a frozen module to host memory and back; None on a CPU. ValueError if the
         module cannot be moved."""
         return None if self.device.type == 'cpu' else copies.OffloadedWeights(module, self.device)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -374,25 +373,10 @@ def _copy_key(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
     return dtype, next(module.parameters()).device, plain_settings(module), shapes(module) == shapes(copied)
 
 
-class Offloaded(ABC):
-    """A frozen module in host memory, moved to the device in the `with` block."""
-
-    @abstractmethod
-    def onload(self) -> None: ...
-
-    @abstractmethod
-    def offload(self) -> None: ...
-
-    def __enter__(self) -> None:
-        self.onload()
-
-    def __exit__(self, *_: object) -> None:
-        self.offload()
-
-
-class OffloadedWeights(Offloaded):
-    """Moves weights and buffers; parameters stay the same objects. The host copy is kept, page-locked for a CUDA
-    device: frozen weights never change, so offloading copies nothing."""
+class OffloadedWeights:
+    """A frozen module in host memory, on the device in the `with` block. Moves weights and buffers; parameters stay the
+    same objects. The host copy is kept, page-locked for a CUDA device: frozen weights never change, so offloading
+    copies nothing."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -406,23 +390,24 @@ class OffloadedWeights(Offloaded):
     def on_device(self, kept: Tensor) -> Tensor:
         return kept.to(self.device, non_blocking=True)
 
-    def onload(self) -> None:
+    def __enter__(self) -> None:
         for tensor, kept in zip(self.tensors, self.host, strict=True):
             tensor.data = self.on_device(kept)
 
-    def offload(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for tensor, kept in zip(self.tensors, self.host, strict=True):
             tensor.data = kept
 
 
-class OffloadedShards(Offloaded):
-    """Moves a module under FSDP2 by `Module.to`, which tells it the device of its shards."""
+class OffloadedShards:
+    """A frozen module under FSDP2 in host memory, on the device in the `with` block. Moves it by `Module.to`, which
+    tells FSDP2 the device of its shards."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module, self.device = module.to('cpu'), device
 
-    def onload(self) -> None:
+    def __enter__(self) -> None:
         self.module.to(self.device)
 
-    def offload(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self.module.to('cpu')

@@ -30,7 +30,6 @@ from chatgpt.strategies import states
 from chatgpt.strategies.base import Abilities
 from chatgpt.strategies.checkpoint.layout import Piece, TensorReader
 from chatgpt.strategies.copies import (
-    Offloaded,
     OffloadedShards,
     fold_adapters,
     narrow,
@@ -176,7 +175,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def model_init_context(self) -> AbstractContextManager[Any]:
         return torch.device('meta') if self.meta_init else nullcontext()
 
-    def _offloaded(self, module: nn.Module) -> Offloaded | None:
+    def _offloaded(self, module: nn.Module) -> AbstractContextManager[None] | None:
         if self.cpu_offload:
             raise ValueError(
                 "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
@@ -566,12 +565,14 @@ def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
+    from chatgpt.nn.trunk import recompute_activations
+
     module: Any
     for module in model.modules():
         if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(
             module, 'gradient_checkpointing_enable'
         ):
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+            recompute_activations(module)
             return
     raise ValueError(
         f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -218,11 +219,11 @@ def check_full_model(bench: Bench) -> None:
         strategy.unwrap(model).train()
         computed = []
         for whole in (True, False):
-            try:
-                context = strategy.full_model(model, whole=whole)
-            except ValueError as error:
-                raise Refused(str(error)) from None
-            with context as full:
+            with ExitStack() as held:
+                try:
+                    full = held.enter_context(strategy.full_model(model, whole=whole))
+                except ValueError as error:
+                    raise Refused(str(error)) from None
                 expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
                 for name, parameter in full.named_parameters():
                     dtype, wanted = parameter.dtype, strategy.numerics.full_dtype

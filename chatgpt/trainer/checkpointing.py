@@ -96,7 +96,7 @@ def begin_checkpoint(
     state = {
         'trainer': _without_tensors(trainer.checkpoint_state(), tensors),
         'optimizers': {name: meta for name, (meta, _) in optimizers.items()},
-        'fingerprint': trainer.fingerprint(),
+        'fingerprint': as_json(trainer.fingerprint()),
         'layout': layout_of(trainer),
         'left_out': {name: _left_out(trainer, name) for name in trainer.models()},
     }

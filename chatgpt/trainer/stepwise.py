@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from chatgpt.data.prompts import as_prompts
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.call import Call
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.rules import check
 from chatgpt.trainer.base import Trainer
@@ -187,8 +188,9 @@ def given_samples(
         lengths['response_masks'] = len(masks)
     if len(set(lengths.values())) != 1 or not prompts:
         raise ValueError(f'step needs lists of one length, at least 1; got {lengths}')
+    call = Call.of(prompts, sampled[0], seed=0, indices=range(len(prompts)))
     samples, checked = [], []
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for i, response in enumerate(responses):
         ids = torch.as_tensor(response, dtype=torch.int64).flatten().cpu()
         mask = torch.ones(len(ids)) if masks is None else torch.as_tensor(masks[i])
         mask = mask.bool().flatten().cpu()
@@ -205,21 +207,8 @@ def given_samples(
         if not torch.isfinite(score).all():
             raise ValueError(f'step: scores[{i}] is not finite')
         zeros = torch.zeros(len(ids))
-        sample = Sample(
-            index=i,
-            group=i,
-            prompt_ids=prompt.ids,
-            response_ids=ids,
-            response_mask=mask,
-            logprobs=zeros,
-            filtered_logprobs=zeros,
-            edge_distances=torch.ones(len(ids)),
-            finish_reason=_finish_reason(ids.tolist(), sampled),
-            temperature=sampled[0].temperature,
-            prompt_text=prompt.text,
-            last_turn=prompt.last_turn,
-            columns=prompt.columns,
-        )
+        sample = call.sample(i, ids, zeros, zeros, torch.ones(len(ids)), _finish_reason(ids.tolist(), sampled))
+        sample.response_mask = mask
         samples.append(sample)
         checked.append(score.flatten() if dense else float(score.flatten()[0]))
     return samples, checked

@@ -155,6 +155,8 @@ def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     built = RewardModel.from_classifier(classifier).eval()
     assert close(built(collate(seqs)), want) and built.model is classifier.base_model
     assert (built.value_head is classifier.score) == (labels == 1)
+    built.calibrate(0.5)
+    assert close(Critic.from_reward_model(built).value_head.bias, torch.tensor([-0.5])), 'its head had no bias'
     with pytest.raises(ValueError, match='it must be a sequence classifier'):
         RewardModel.from_classifier(classifier.base_model)
 

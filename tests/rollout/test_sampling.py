@@ -176,6 +176,7 @@ def test_every_end_token_of_the_model_counts(tmp_path):
     model.generation_config.eos_token_id = [7, 258, 9, 1000]
     assert sampling_for(actor, tokenizer, kwargs)[0].eos_token_ids == (258, 7, 9), 'the model has no token 1000'
     assert sampling_for(actor, tokenizer, kwargs | {'eos_token_id': 5})[0].eos_token_ids == (5,), 'what is asked for'
+    assert sampling_for(actor, tokenizer, kwargs | {'eos_token_ids': (13,)})[0].eos_token_ids == (13,)
     model.generation_config = GenerationConfig(eos_token_id=7)
     model.save_pretrained(tmp_path)
     assert sampling_for(AutoActor(tmp_path), tokenizer, kwargs)[0].eos_token_ids == (258, 7), 'a file names it'

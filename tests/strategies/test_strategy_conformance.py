@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):
     )
     with pytest.raises(ConformanceError, match='against Naive'):
         all_checks()['equals_naive'](bench)
+
+
+class WithoutWhole(NaiveStrategy):
+    @contextmanager
+    def full_model(self, *given, **more):
+        raise ValueError('no whole models')
+        yield
+
+
+def test_what_a_strategy_refuses_is_reported(tmp_path):
+    found = run_conformance(lambda: WithoutWhole(device='cpu'), checks=['full_model'], folder=tmp_path)
+    assert found == {'full_model': 'refused: no whole models'}
 
 
 def test_unknown_check():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import json
 import threading
 import warnings
@@ -98,6 +99,9 @@ def test_an_unknown_metric_is_named_with_its_neighbours_and_an_evaluation_may_be
     keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='eval/win')
     FakeTrainer([keeper], tmp_path / 'b').fit([{}, {'eval/win': 0.5}, {}])
     assert saved(tmp_path / 'b' / 'checkpoints') == [2, 3]
+    keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='eval/win')
+    FakeTrainer([keeper], tmp_path / 'c').fit([{'eval/win': win} for win in (0.5, math.nan, 0.9, 0.1)])
+    assert saved(tmp_path / 'c' / 'checkpoints') == [3, 4]
 
 
 def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):

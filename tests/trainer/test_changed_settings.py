@@ -18,6 +18,7 @@ from tiny_runs import PROMPTS, ppo, sft, vowels, weights
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
+from chatgpt.rollout import HFEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.checkpointing import differences
@@ -72,6 +73,12 @@ def test_groups_of_an_optimizer_are_told_apart_where_they_differ():
     alike, apart = (describe_groups(optimizer, rates) for rates in ((1e-5, 1e-5), (1e-5, 6e-4)))
     assert alike['lr'] == 1e-5 and alike['weight_decay'] == [0.1, 0.0]
     assert list(differences(alike, apart)) == ['lr 1e-05 → [1e-05, 0.0006]']
+
+
+def test_generation_settings_that_are_mappings_are_in_a_checkpoint(tmp_path):
+    path = tmp_path / 'checkpoint'
+    ppo(engine=HFEngine(), sequence_bias={(5,): -10.0}).save_checkpoint(path)
+    ppo(engine=HFEngine(), sequence_bias={(5,): -10.0}).load_checkpoint(path)
 
 
 def test_a_reward_of_the_same_name_and_other_code_is_another(saved):

@@ -13,6 +13,7 @@ from stream_runs import PHASES, check_counts, check_samples, fit, learned, make
 from tiny_runs import ppo, weights
 
 from chatgpt.rollout import RemoteEngine
+from chatgpt.rollout.engine import EngineAround
 from chatgpt.strategies import DDPStrategy
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback
@@ -131,6 +132,15 @@ def test_groups_stay_together_and_stop_strings_and_minimal_lengths_hold_across_p
             stop, ids = trainer.sampling.stop, e.response_ids.tolist()
             ends = [n for n in range(3, len(ids) + 1) if stop(ids[:n])]
             assert len(ids) >= 3 and ends in ([], [len(ids)]) and (e.finish_reason != 'stop' or ends)
+
+
+class Around(EngineAround):
+    """An engine that changes nothing."""
+
+
+def test_an_engine_around_one_that_generates_in_parts_changes_nothing():
+    engine = Around(RemoteEngine(InProcessWorkers(2), chunk_size=2, slice_tokens=2))
+    assert learned(fit(make(engine=engine), 2)) == learned(fit(make(), 2))
 
 
 def test_without_staleness_parts_are_not_used_and_a_schedule_is_refused():

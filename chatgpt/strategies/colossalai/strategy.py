@@ -34,7 +34,7 @@ from chatgpt.strategies.colossalai.engines import Engine, TrainedEngine, Upstrea
 from chatgpt.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.strategies.colossalai.memory import GeminiMemory, ZeroMemory
 from chatgpt.strategies.colossalai.options import Options, Placement, check_kernels, import_colossalai
-from chatgpt.strategies.copies import Offloaded, fold_adapters
+from chatgpt.strategies.copies import fold_adapters
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_max_norm
 from chatgpt.strategies.precision import Precision
@@ -154,7 +154,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if pair.scaler is not None:
             pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
 
-    def _offloaded(self, module: nn.Module) -> Offloaded | None:
+    def _offloaded(self, module: nn.Module) -> AbstractContextManager[None] | None:
         if self.stage == 3:
             raise ValueError(
                 "offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'"

@@ -82,8 +82,7 @@ class SaveCheckpoint(Callback):
         self._prune(trainer)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        value = metric_value(metrics, self.metric) if self.keep_best else None
-        self._score = -value if value is not None and self.mode == 'min' else value
+        self._score = self._signed(metric_value(metrics, self.metric)) if self.keep_best else None
         due = (self.interval is not None and step % self.interval == 0) or self._is_due(trainer)
         self._finish(trainer, wait=due)
         if due:
@@ -116,9 +115,12 @@ class SaveCheckpoint(Callback):
         """Returns the metric from an evaluation after the last phase, which no phase's metrics hold."""
         for callback in trainer.callbacks:
             if isinstance(callback, Evaluator) and callback.last_step == trainer.phase and self.metric in callback.last:
-                value = callback.last[self.metric]
-                return None if math.isnan(value) else -value if self.mode == 'min' else value
+                return self._signed(callback.last[self.metric])
         return None
+
+    def _signed(self, value: float | None) -> float | None:
+        """Returns the metric such that higher is better; None for NaN, which has no place in an order."""
+        return None if value is None or math.isnan(value) else -value if self.mode == 'min' else value
 
     def _root(self, trainer: TrainerView) -> Path:
         root = self.path if self.path is not None else trainer.checkpoint_dir
