@@ -19,15 +19,16 @@ from harness import offline_trainer, ppo_trainer, random_sequence
 from torch import nn
 from torch.optim import AdamW
 
-from chatgpt.data import load_preferences, load_prompts
+from chatgpt.data import TokenizedPreference, load_preferences, load_prompts
 from chatgpt.launch import demo_world
 from chatgpt.nn import AutoRM, GPTActor, GPTCritic
 from chatgpt.rollout import LocalEngine
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.testing import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import RewardModelTrainer, SFTTrainer
+from chatgpt.trainer import DPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, Evaluator
+from chatgpt.types import Sequence
 
 VOCAB, END, GOOD = 16, 2, 7
 
@@ -143,6 +144,26 @@ def online(
         trainer.fit(given if given is not None else prompts(), 1, phases, 1)
 
 
+def preferences(folder: Path, lr: float) -> None:
+    """Trains DPO, after SFT, on answers of four tokens, of which two differ."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = torch.randint(3, VOCAB, (240, 3), generator=generator)
+    other = (prompts[:, 2] - 2 + torch.randint(0, 11, (240,), generator=generator)) % (VOCAB - 3) + 3
+    pairs, right = [], []
+    for prompt, token in zip(prompts, other, strict=True):
+        mask = torch.ones(4, dtype=torch.bool)
+        answers = [torch.tensor([*prompt[:2], last, END]) for last in (prompt[2], token)]
+        pairs.append(TokenizedPreference(prompt_ids=prompt, responses=answers, response_masks=[mask, mask]))
+        right.append(Sequence(prompt_ids=prompt, response_ids=answers[0], response_mask=mask))
+    with NaiveStrategy(seed=0, device='cpu') as strategy:
+        actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=32, positions=32))
+        first = {'train_batch_size': 16, 'max_epochs': 8}
+        offline_trainer(SFTTrainer, strategy, actor, right, optimizer=partial(AdamW, lr=3e-3), **first).fit()
+        settings = {'train_batch_size': 8, 'max_epochs': 2, 'log_interval': 4, 'run_dir': folder}
+        settings['initial_model'] = strategy.prepare(deepcopy(strategy.unwrap(actor)))
+        offline_trainer(DPOTrainer, strategy, actor, pairs, optimizer=partial(AdamW, lr=lr), **settings).fit()
+
+
 def memorised(folder: Path, eval_same: bool = False) -> None:
     """Trains SFT on random tokens, which can only be memorised."""
     generator = torch.Generator().manual_seed(3)
@@ -243,6 +264,7 @@ plain = run()
 FAULTS: dict[str, Fault] = {
     'nothing-moves': Fault(run(lr=1e-9), plain, 'lr 1e-9'),
     'nothing-moves (reward model)': Fault(partial(reward_model, lr=1e-5), partial(reward_model, lr=1e-3), 'lr 1e-5'),
+    'chosen-unlikely': Fault(partial(preferences, lr=1e-2), partial(preferences, lr=1e-3), 'lr 1e-2'),
     'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
     'kl-runs-away (at once)': Fault(run(lr=10.0, **AT_ONCE), run(**AT_ONCE), 'lr 10'),
     'kl-coef-at-limit': Fault(

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
-from doctor_faults import FAULTS, GROUPS, BatchSizeReward, good_share, key_of, memorised, online, reward_model
+from doctor_faults import (
+    FAULTS,
+    GROUPS,
+    BatchSizeReward,
+    good_share,
+    key_of,
+    memorised,
+    online,
+    preferences,
+    reward_model,
+)
 
 from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
 from chatgpt.monitor.doctor.diagnosis import explanations
@@ -32,6 +42,8 @@ KL: dict[str, Any] = dict.fromkeys(('rollout/kl_mean', 'rollout/kl_k3_mean'), la
 HEALTHY = SCORES | KL | {'rollout/kl_coef': 0.1} | TEXTS | RATIOS | VALUES | NORMS | TIMES
 HEALTHY |= {'ppo/num_updates': lambda i: 8.0 * i}
 RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.02 * i, 'rm/lr': 1e-3}
+DPO: dict[str, Any] = {'dpo/loss': lambda i: 0.7 - 0.01 * i, 'dpo/accuracy': lambda i: 0.5 + 0.02 * i, 'dpo/lr': 3e-4}
+DPO |= {'dpo/reward_chosen': 0.01, 'dpo/logp_chosen': -1.0, 'dpo/grad_norm': 1.0}
 SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
 
 
@@ -148,6 +160,12 @@ CASES: dict[str, Case] = {
     ),
     'entropy-collapses': Case(
         {'ppo/entropy': after(6, 0.1, 2.0), 'rollout/score_mean': 0.3}, ppo(entropy=after(6, 0.3, 2.0)), step=8
+    ),
+    'chosen-unlikely': Case(
+        {'dpo/reward_chosen': after(4, -0.7, 0.0), 'dpo/logp_chosen': after(4, -8.3, -1.3)},
+        {'dpo/reward_chosen': after(4, -0.7, 0.0), 'dpo/logp_chosen': after(4, -87.0, -80.0)},  # of a long answer
+        step=6,
+        base=DPO,
     ),
     'value-loss-dominates': Case(
         {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
@@ -358,7 +376,7 @@ def test_every_check_has_a_case_and_a_section_with_what_why_and_what_to_change()
     assert [key for key in CHECKS if key not in listed] == []
 
 
-@pytest.mark.parametrize('base', [HEALTHY, RM, SFT], ids=['PPO', 'reward model', 'SFT'])
+@pytest.mark.parametrize('base', [HEALTHY, RM, DPO, SFT], ids=['PPO', 'reward model', 'DPO', 'SFT'])
 def test_a_healthy_run_has_no_finding(base):
     assert found(30, base) == []
 
@@ -436,13 +454,21 @@ def test_the_trainers_log_what_the_checks_look_at(tmp_path):
     online(tmp_path / 'grpo', phases=1, **GROUPS)
     reward_model(tmp_path / 'rm', 1e-3)
     memorised(tmp_path / 'sft')
-    logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'sft')}
+    preferences(tmp_path / 'dpo', 1e-3)
+    logged = {kind: set().union(*RunFolder(tmp_path / kind).metrics) for kind in ('ppo', 'grpo', 'rm', 'dpo', 'sft')}
     assert HEALTHY.keys() | {'rollout/rescore_error'} <= logged['ppo']
     assert 'rollout/equal_groups_share' in logged['grpo']
-    assert RM.keys() <= logged['rm'] and SFT.keys() | {'sft/val_loss'} <= logged['sft']
+    assert RM.keys() <= logged['rm'] and DPO.keys() <= logged['dpo'] and SFT.keys() | {'sft/val_loss'} <= logged['sft']
 
 
-SHORT = 'reward-model-disagrees', 'few-prompts', 'duplicate-prompts', 'cut-prompts', 'kl-runs-away (at once)'
+SHORT = (
+    'chosen-unlikely',
+    'reward-model-disagrees',
+    'few-prompts',
+    'duplicate-prompts',
+    'cut-prompts',
+    'kl-runs-away (at once)',
+)
 
 
 @pytest.mark.parametrize('name', SHORT)

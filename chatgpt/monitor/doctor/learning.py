@@ -21,6 +21,25 @@ def nothing_moves(h: History) -> Seen | None:
     return _policy(h) if h.is_online else _supervised(h)
 
 
+@check('chosen-unlikely', 'warning', 'the chosen answers become unlikely')
+def chosen_unlikely(h: History) -> Seen | None:
+    if h.count('dpo/reward_chosen') < NOW:
+        return None
+    beta, likely = h.setting('beta', 0.1), h.now('dpo/logp_chosen')
+    gained = h.now('dpo/reward_chosen') / beta
+    if -gained <= max(LIMITS['chosen_fall'], gained - likely):
+        return None
+    rate, rule = _rates(h, 'dpo/lr')
+    lower = min(rate / 4, rule) if rate and rule else rate / 4 if rate else None
+    return Seen(
+        f'the log-prob of chosen answers is {likely:.3g} nats, under the reference {likely - gained:.3g}; accuracy '
+        f'{h.now("dpo/accuracy"):.2f}',
+        'the loss sees only the difference to rejected answers; with steps that are too large both become unlikely, '
+        'and the model says something else',
+        (f'lr from {rate:.1g} to {lower:.1g}, or ' if lower else '') + f'beta from {beta:g} to {5 * beta:g}',
+    )
+
+
 def _warming_up(h: History) -> bool:
     updates = (h.values('ppo/num_updates') or [0.0])[-1] if h.is_online else h.step * h.setting('log_interval', 1)
     return updates < 2 * h.setting('warmup_steps', 0)

@@ -2,6 +2,9 @@
 
 LIMITS: dict[str, float] = {
     'min_phases': 10,  # a trend needs more phases than the eight that two medians of three and five take
+    # nats, and more than the answer's own log-prob under the reference: it is seven times less likely, or the square of
+    # what it was; runs on SmolLM2 that got better lose 0.4 at most
+    'chosen_fall': 2.0,
     'min_updates': 20,  # Adam moves no weight further than about lr in a step; fewer steps show nothing
     'still_kl': 0.0001,  # nats per token: a run that learns has 0.01 to 0.1 after ten phases (docs/results/stories.md)
     'still_ratio': 0.01,  # a twentieth of the usual clip range of 0.2: no token came near the clip
