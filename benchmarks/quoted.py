@@ -81,7 +81,7 @@ def real_model() -> Iterator[Quote]:
 
     reviews = [r for r in read('benchmarks/results/real_model.json').values() if r['task'] == 'sentiment']
     scores = [[row['score'] for r in reviews for row in r['rows'] if row['run'] == run] for run in runs]
-    words = '{:.1f} as it is, {:.1f} after SFT, {:.1f} after sixteen phases of PPO'
+    words = 'rises from {:.1f} to {:.1f} after SFT and {:.1f} after sixteen phases of PPO'
     yield 'README.md', words, [statistics.mean(own) for own in scores]
 
     page = 'docs/first_hour.md'

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import transformers
 
+from chatgpt.nn.trunk import recompute_activations
+
 
 def random_model(auto_class: str, config: Any, *, place: Any, draw: Any, dtype: Any = None) -> Any:
     """Returns a model of `auto_class` on the device `place`, drawn on the device `draw`. dtype: default
@@ -28,9 +30,7 @@ def empty_model(auto_class: str, config: Any, dtype: Any) -> Any:
 
 def checkpoint_blocks(model: Any) -> None:
     """Enables gradient checkpointing."""
-    # transformers 5.17 has only the older name, which 5.23 deprecates
-    enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
-    enable({'use_reentrant': False})
+    recompute_activations(model)
 
 
 def fill(module: Any, model: Any, place: Any, draw: Any) -> None:

@@ -51,7 +51,7 @@ def table(records: list[dict[str, Any]]) -> str:
 def sampled_pair(record: dict[str, Any], run: str) -> tuple[float, float] | None:
     """Returns the scores of responses at temperature 1 after a run, and of the model that it began with."""
     rows = {row['run']: row for row in record['rows']}
-    began = 'as it is' if run == 'sft' or record['task'] == 'preferences' else 'sft'
+    began = 'as it is' if run == 'sft' or record['task'].split()[0] == 'preferences' else 'sft'
     if 'sampled' not in rows.get(began, {}) or 'before' not in rows.get(run, {}):
         return None
     return rows[run]['sampled'], rows[began]['sampled']

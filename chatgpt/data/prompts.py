@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from chatgpt.data.reading import (
     Record,
     any_usable,
     read_records,
+    without_frame,
     without_remedy,
 )
 from chatgpt.data.shapes import method_hint, misspelt, prompt_of, shape_of, to_example
@@ -43,7 +45,7 @@ class PromptSet(SequenceOf[Prompt]):
         num_skipped: int = 0,
         reasons: SequenceOf[str] = (),
         has_turns: bool = False,
-        num_cut: int = 0,
+        cut: Collection[int] = (),
     ) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
@@ -64,8 +66,8 @@ class PromptSet(SequenceOf[Prompt]):
         """the first few, as `file, line n: reason`"""
         self.has_turns = has_turns
         """True if the tokenizer's chat template was used for any"""
-        self.num_cut = num_cut
-        """number of prompts that were truncated on the left"""
+        self.cut = frozenset(cut)
+        """positions of prompts that were truncated on the left"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -80,7 +82,7 @@ class PromptSet(SequenceOf[Prompt]):
         if not any(len(prompt.ids) for prompt in self._prompts):
             return {}  # tasks of an environment, which writes their text
         distinct = len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
-        return {'prompts': len(self), 'distinct': distinct, 'cut': self.num_cut, 'skipped': self.num_skipped}
+        return {'prompts': len(self), 'distinct': distinct, 'cut': len(self.cut), 'skipped': self.num_skipped}
 
     def fingerprint(self) -> str:
         """The number of prompts and a hash of their ids, by which a resume detects changed data."""
@@ -160,7 +162,7 @@ def load_prompts(
     options['begin'] = tuple(begin_ids(tokenizer))
     bad = BadRecords(skip_bad_records)
     prompts: list[Prompt] = []
-    cuts: list[int] = []
+    cut: list[int] = []
     has_turns = False
     records = read_records(source, bad, split=split, subset=subset, text_separator='\n')
     wanted = 'text' if plain else column
@@ -170,13 +172,15 @@ def load_prompts(
         try:
             example = _prompt_example(record, wanted)
             has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
+            cuts: list[int] = []
             prompts.append(tokenize_prompt(example, tokenizer, cuts=cuts, **options))
+            cut += [len(prompts) - 1] if cuts else []
         except BadRecord as reason:
             others = prompts or bad.skip or any_usable(records, lambda other: _prompt_example(other, wanted))
             bad.report(record.where, str(reason), SKIPPED if others else '')
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
-    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns, len(cuts))
+    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns, cut)
 
 
 def _prompt_example(record: Record, column: str) -> PromptExample:
@@ -228,7 +232,7 @@ def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
         if tokenizer is None:
             raise ValueError(f'prompts from {str(prompts)!r} need a tokenizer; pass tokenizer=...')
         return load_prompts(prompts, tokenizer)
-    items = list(prompts)
+    items = list(without_frame(prompts))
     if not items:
         raise ValueError('there are no prompts')
     if isinstance(items[0], (str, dict)):

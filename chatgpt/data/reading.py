@@ -159,6 +159,13 @@ def _has_half_a_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_has_half_a_pair, value))
 
 
+def without_frame(source: Any) -> Any:
+    """Returns the rows of a pandas DataFrame as dicts, with None in empty cells; anything else as it is."""
+    if not hasattr(source, 'iterrows'):
+        return source
+    return source.astype(object).where(source.notna(), None).to_dict('records')
+
+
 def _open_source(
     source: Any, bad: BadRecords, split: str, subset: str | None, streaming: bool, separator: str
 ) -> tuple[str, Iterator[Record]]:
@@ -169,8 +176,7 @@ def _open_source(
         if name.suffix.lower() in SUFFIXES or not _HUB_NAME.fullmatch(source):
             raise ValueError(f'{source}: no such file or folder{nearest(source, "dataset")}')
         return source, _rows(_load_hub(source, split, subset, streaming), f'data set {source}', bad)
-    if hasattr(source, 'iterrows'):  # a DataFrame of pandas
-        source = source.to_dict('records')
+    source = without_frame(source)
     if isinstance(source, Mapping):
         if split not in source or not all(
             isinstance(key, str) and isinstance(value, Iterable) for key, value in source.items()
@@ -179,7 +185,8 @@ def _open_source(
         return f'split {split}', _rows(source[split], f'split {split}', bad)
     if not isinstance(source, Iterable) and not (hasattr(source, '__getitem__') and hasattr(source, '__len__')):
         raise ValueError(
-            f'data: cannot read a {type(source).__name__}; give a path, a hub name, a data set or a list of dicts'
+            f'data: cannot read a {type(source).__name__}; give a path, a hub name, a data set, a DataFrame or a list '
+            'of dicts'
         )
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, Path) for item in source):
         opened = [_open_path(path.expanduser(), bad, split, separator) for path in source]

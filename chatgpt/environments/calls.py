@@ -17,6 +17,8 @@ _TAGGED = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.DOTALL)
 _MARK = '[TOOL_CALLS]'
 _NAMED = re.compile(r'\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*')
 
+MOST_LEVELS = 100
+"""of nested arguments; messages go to other processes by pickle, which reads some hundred"""
 Found = tuple[str, list[Any]]
 """the text around the calls, and the calls"""
 
@@ -49,11 +51,19 @@ def checked_calls(calls: Any) -> list[dict[str, Any]]:
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping | None):
             raise ValueError(f'the arguments {arguments!r:.80} have no names')
+        _check_depth(arguments)
         kind = call.get('type', 'function')
         kept = {'type': kind, 'function': {'name': function['name'], 'arguments': dict(arguments or {})}}
         number = call.get('id', function.get('id'))
         checked.append(kept | ({'id': str(number)} if number is not None else {}))
     return checked
+
+
+def _check_depth(value: Any, levels: int = MOST_LEVELS) -> None:
+    if not levels:
+        raise ValueError(f'arguments of a call are nested in more than {MOST_LEVELS} levels')
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        _check_depth(inner, levels - 1)
 
 
 def _message(text: str, find: Callable[[str], Found]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -213,7 +214,7 @@ def _split_argv(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     takes_value = False
     for i, word in enumerate(argv):
         given, equals, text = word.removeprefix('--').partition('=')
-        if takes_value and word[:1] == '-' and word[:2] != '--':
+        if takes_value and re.fullmatch(r'-\.?\d.*', word):
             flags[-1] += f'={word}'  # argparse takes -1e-3 for a flag
             takes_value = False
             continue

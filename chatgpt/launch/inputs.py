@@ -374,11 +374,10 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any, context: int | None
         return prompts, tasks_without_prompts(run.eval_episodes)
     if not run.validation_percentage:
         return prompts, None
-    train, validation = split_examples(
-        [prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed
-    )
-    facts = prompts.num_skipped, prompts.reasons, prompts.has_turns, prompts.num_cut
-    return PromptSet(train, *facts), PromptSet(validation)
+    train, validation = split_examples(range(len(prompts)), run.validation_percentage, seed=run.seed)
+    cut = [place for place, i in enumerate(train) if i in prompts.cut]
+    given = PromptSet([prompts[i] for i in train], prompts.num_skipped, prompts.reasons, prompts.has_turns, cut)
+    return given, PromptSet([prompts[i] for i in validation])
 
 
 # ---------------------------------------------------------------------- runs that only learn

@@ -148,7 +148,7 @@ def train(
         stop_sequences: texts that end a response.
         config: settings by name, optionally in sections or with dotted names (`method.gamma`); a YAML or JSON file of
             them; or the trainer's config dataclass. `settings` take precedence.
-        tokenizer: None: the model's own.
+        tokenizer: a tokenizer, or its hub name or folder; None: the model's own.
         strategy: a strategy, or its name: naive, ddp, fsdp, ... None: naive.
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
         resume: 'auto' to resume from the newest checkpoint of `run_dir`, if there is one, or a checkpoint's folder.
@@ -406,7 +406,7 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
     if values.get('gradient_checkpointing') and not named:
         raise ValueError(
             'train: gradient_checkpointing is for a model that is loaded here; of one in memory call '
-            'model.gradient_checkpointing_enable()'
+            'model.activation_checkpointing_enable()'
         )
     values |= {'pretrain': str(model) if named else 'the model', 'max_timesteps': values.get('num_timesteps')}
     values |= {'num_episodes': 1, 'reward_fn': None if reward_fn is None else 'reward_fn'}

@@ -264,9 +264,8 @@ class CheckedEngine(RolloutEngine):
         """Generates the samples of a checked call with at least one prompt."""
 
 
-def _of_engine(name: str) -> Any:
-    """Returns a property that reads `engine`."""
-    return property(lambda self: getattr(self.engine, name))
+_OF_WORKERS = ('chunk_size', 'num_able', 'version', 'workers')
+"""attributes of an engine with workers that responses in parts need"""
 
 
 class EngineAround(RolloutEngine):
@@ -290,25 +289,55 @@ class EngineAround(RolloutEngine):
                 'without slice_tokens'
             )
 
-    generator: Any = _of_engine('generator')
-    keeping: Any = _of_engine('keeping')
-    begin: Any = _of_engine('begin')
-    generate: Any = _of_engine('generate')
-    end: Any = _of_engine('end')
-    submit: Any = _of_engine('submit')
-    take: Any = _of_engine('take')
-    cancel: Any = _of_engine('cancel')
-    first: Any = _of_engine('first')
-    converse: Any = _of_engine('converse')
-    put_around: Any = _of_engine('put_around')
-    counts: Any = _of_engine('counts')
-    release: Any = _of_engine('release')
-    # of an engine with workers, which generates in parts
-    slice_tokens: Any = _of_engine('slice_tokens')
-    chunk_size: Any = _of_engine('chunk_size')
-    num_able: Any = _of_engine('num_able')
-    version: Any = _of_engine('version')
-    workers: Any = _of_engine('workers')
+    @property
+    def generator(self) -> RolloutEngine:
+        return self.engine.generator
+
+    @property
+    def keeping(self) -> bool:  # type: ignore[override]
+        return self.engine.keeping
+
+    @property
+    def slice_tokens(self) -> int | None:  # type: ignore[override]
+        return self.engine.slice_tokens
+
+    def begin(self, actor: Actor) -> None:
+        self.engine.begin(actor)
+
+    def generate(self, call: Call) -> list[Sample]:
+        return self.engine.generate(call)
+
+    def end(self) -> None:
+        self.engine.end()
+
+    def submit(self, call: Call, *version: Any) -> Any:
+        return self.engine.submit(call, *version)
+
+    def take(self, ticket: Any) -> list[Sample]:
+        return self.engine.take(ticket)
+
+    def cancel(self, ticket: Any) -> None:
+        self.engine.cancel(ticket)
+
+    def first(self, tickets: Sequence[Any], timeout_s: float | None = None) -> Any:
+        return self.engine.first(tickets, timeout_s)
+
+    def converse(self, call: Call, turns: Turns) -> None:
+        self.engine.converse(call, turns)
+
+    def put_around(self, around: Any) -> None:
+        self.engine.put_around(around)
+
+    def counts(self) -> dict[str, int]:
+        return self.engine.counts()
+
+    def release(self) -> None:
+        self.engine.release()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_WORKERS:
+            return getattr(self.engine, name)
+        raise AttributeError(f'{type(self).__name__!r} object has no attribute {name!r}')
 
 
 @contextmanager

@@ -569,9 +569,7 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
     module: Any
     for module in model.modules():
-        if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(
-            module, 'gradient_checkpointing_enable'
-        ):
+        if getattr(module, 'supports_gradient_checkpointing', False):
             recompute_activations(module)
             return
     raise ValueError(

@@ -74,7 +74,7 @@ def main() -> None:
             method, own = METHODS[name]
             models[name] = task.learn(name, method, prompts, '--validation_file', asked, *scored, *ONLINE, *own)
     task.score_others(models, asked, *scored)
-    task.score_samples(models, asked, *scored)
+    task.score_samples({name: model for name, model in models.items() if name != 'dpo'}, asked, *scored)
     about = f'reward model, dpo: accuracy on {cut} held-out pairs; others: mean score by the reward model'
     task.finish(about, asked, models, *scored)
 

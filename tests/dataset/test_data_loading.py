@@ -25,6 +25,8 @@ from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelle
 from chatgpt.data.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.data.shapes import to_example
 from chatgpt.data.tokenize import check_tokenizer
+from chatgpt.launch.inputs import _eval_prompts
+from chatgpt.launch.runs import PPORun
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.types import Prompt
 
@@ -92,6 +94,17 @@ def test_own_column_names():
 def test_a_data_frame_is_its_rows(tokenizer):
     rows = [{'prompt': 'a', 'response': 'b'}, {'prompt': 'c', 'response': 'd'}]
     assert load_examples(pandas.DataFrame(rows)) == load_examples(rows)
+    prompts = as_prompts(pandas.DataFrame([{'prompt': 'a', 'answer': 1}, {'prompt': 'c'}]), tokenizer)
+    assert [prompt.text for prompt in prompts] == ['a', 'c'] and prompts[1].columns == {'answer': None}
+
+
+def test_prompts_that_are_cut_are_known_by_position(tokenizer):
+    prompts = load_prompts([{'prompt': text} for text in ('abcdef', 'a', 'abcdefgh')], tokenizer, max_prompt_tokens=4)
+    assert prompts.cut == {0, 2} and prompts.facts()['cut'] == 2
+    run = PPORun(validation_percentage=34.0, seed=1)
+    train, validation = _eval_prompts(run, prompts, tokenizer, None)
+    texts = [prompt.text for prompt in train]
+    assert len(validation) == 1 and train.facts()['cut'] == sum(len(text) > 1 for text in texts) > 0
 
 
 def test_splits(tokenizer):

@@ -264,6 +264,7 @@ ADD = ('add', {'a': 1})
         ('llama3', '{"name": "add", "parameters": {"a": 1}} 42', None, []),
         ('llama3', '{"name": "add", "parameters": {"a": 1}}; null', None, []),
         ('llama3', '{"name":' * 5000, None, []),
+        ('llama3', f'{{"name": "add", "parameters": {{"a": {"[" * 600}{"]" * 600}}}}}', None, []),
         ('qwen2.5', f'<tool_call>{"[" * 5000}</tool_call>', None, []),
         ('mistral', f'[TOOL_CALLS]{"[" * 5000}', None, []),
         ('llama3', '{"name": "Tom"}', None, []),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,6 +29,28 @@ def test_the_parts_of_an_entry_are_there_and_its_settings_are_settings(name):
     assert {*method.settings, *method.defaults} <= set(run.field_names())
     if run is PPORun and name != 'ppo':
         run(**method.settings).validate()
+
+
+NAMES = {'Dr. GRPO': 'dr_grpo', 'REINFORCE++ with baseline': 'reinforce++_baseline'}
+CRITIC_FREE = {'grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'rloo', 'reinforce++', 'reinforce++_baseline'}
+
+
+def test_the_commands_have_the_settings_of_the_table_of_methods():
+    text = (ROOT / 'docs/algorithms/ppo.md').read_text().split('## Other methods')[1]
+    found = set()
+    for row in re.findall(r'^\| .*\|$', text, re.MULTILINE):
+        title, estimator, loss, _, kl, further = (cell.strip() for cell in row.strip('|').split(' |'))
+        title = title.strip('[').split(']')[0]
+        name = NAMES.get(title, title.lower())
+        if name not in METHODS:
+            continue
+        found.add(name)
+        run = run_class(name)(**METHODS[name].settings)
+        assert estimator == repr(run.advantage_estimator) and repr(run.policy_loss) in loss
+        stated = re.findall(r"(\w+)=(\d[\d.e-]*|'\w+')[,`]", f'{kl}, {further}')
+        assert {key: getattr(run, key) for key, _ in stated} == {key: literal_eval(value) for key, value in stated}
+        assert (kl == 'reward') == (run.kl_in == 'reward' and run.kl_coef > 0), name
+    assert found >= CRITIC_FREE | {'ppo', 'vc-ppo', 'vapo', 'a2c'}
 
 
 def test_the_presets_of_the_papers_and_what_overrides_them():

@@ -49,7 +49,7 @@ class Poisoned(NaiveStrategy):
 
     def offload(self, model):
         class Away(FakeDevice):
-            def offload(self):
+            def __exit__(self, *_):
                 for tensor in self.tensors:
                     tensor.data = torch.full_like(tensor, float('nan'))
 
@@ -64,6 +64,7 @@ class Poisoned(NaiveStrategy):
             self.events.append(('come', name))
             yield
             self.events.append(('leave', name))
+        assert name == 'other' or all(p.isnan().all() for p in self.unwrap(model).parameters())
 
     def optimizer_step(self, optimizer, max_norm=None):
         self.events.append(('step', ''))

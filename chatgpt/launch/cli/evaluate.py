@@ -103,6 +103,10 @@ RULES = [
         for name in ('tensor_parallel', 'sequence_parallel')
     ),
     Rule(lambda s: s.episodes is not None and s.episodes < 1, '--episodes {s.episodes} must be at least 1'),
+    Rule(
+        lambda s: s.max_new_tokens is not None and s.max_new_tokens < 1,
+        '--max_new_tokens {s.max_new_tokens} must be at least 1',
+    ),
     Rule(lambda s: s.temperature == 0, '--temperature 0 is what holds without it: leave it out'),
 ]
 
@@ -173,9 +177,7 @@ def main() -> None:
             seed=args.seed,
             environment=environment,
             environment_settings=settings,
-            max_new_tokens=args.max_new_tokens
-            if args.max_new_tokens is not None
-            else default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
+            max_new_tokens=args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
             stop_strings=args.stop_string,
             **sampling,
         )

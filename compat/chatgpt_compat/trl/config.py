@@ -232,7 +232,7 @@ class PPOConfig(SamplingArguments):
         return {
             'max_epochs': self.ppo_epochs,
             'kl_coef': self.init_kl_coef,
-            'kl_target': self.target if self.adap_kl_ctrl else None,
+            'kl_target': self.target if self.adap_kl_ctrl and self.init_kl_coef else None,
             'kl_horizon': self.horizon,
             'score_scaling': scaling,
             'score_clip': self.score_clip,

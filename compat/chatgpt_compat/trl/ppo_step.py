@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from chatgpt.functional.ppo import gae
 from chatgpt.nn import Actor, dropout_off, is_encoder_decoder, start_token
 from chatgpt.nn.records import fetched
+from chatgpt.nn.trunk import recompute_activations
 from chatgpt.rollout import Abilities, Call, HFEngine, LocalEngine, RolloutEngine
 from chatgpt.strategies import strategy_by_name
 from chatgpt.trainer import PPOConfig as OurConfig
@@ -180,7 +181,7 @@ class ClassicPPOTrainer:
         self.config, self.model, self.tokenizer, self.lr_scheduler = config, model, tokenizer, lr_scheduler
         if config.gradient_checkpointing:
             hf = model.pretrained_model
-            getattr(hf, 'activation_checkpointing_enable', hf.gradient_checkpointing_enable)({'use_reentrant': False})
+            recompute_activations(hf)
         self.is_peft_model = bool(model.is_peft_model)
         if ref_model is None and not self.is_peft_model:
             ref_model = create_reference_model(model, num_shared_layers)

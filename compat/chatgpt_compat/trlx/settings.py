@@ -304,7 +304,7 @@ def ppo_settings(config: TRLConfig) -> PPOConfig:
         train_batch_size=config.train.batch_size * world,
         max_epochs=m.ppo_epochs,
         kl_coef=float(m.init_kl_coef),
-        kl_target=m.target,
+        kl_target=m.target if m.init_kl_coef else None,
         # trlX updates after each pass, by batch_size / horizon
         kl_horizon=float(m.horizon) * rollouts * world / (config.train.batch_size * m.ppo_epochs),
         score_scaling=score_scaling(config)[0],
