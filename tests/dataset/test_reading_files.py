@@ -132,7 +132,7 @@ NO_RECORD = 'there is no record in it'
         ('./missing', './missing: no such file or folder'),
         ('a/b/c', 'a/b/c: no such file or folder'),
         (Path('missing'), 'missing: no such file or folder'),
-        (7, 'data: cannot read a int; give a path, a hub name, a data set or a list of dicts'),
+        (7, 'data: cannot read a int; give a path, a hub name, a data set, a DataFrame or a list of dicts'),
         ([], f'data: {NO_RECORD}'),
         (('a.csv', ''), 'a.csv: the file is empty'),
         (('a.jsonl', ' \n\n'), f'a.jsonl: {NO_RECORD}'),
