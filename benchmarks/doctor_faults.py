@@ -145,7 +145,7 @@ def online(
 
 
 def preferences(folder: Path, lr: float) -> None:
-    """Trains DPO, after SFT, on answers of four tokens, of which two differ."""
+    """Trains DPO, after SFT, on answers of four tokens that differ in one."""
     generator = torch.Generator().manual_seed(3)
     prompts = torch.randint(3, VOCAB, (240, 3), generator=generator)
     other = (prompts[:, 2] - 2 + torch.randint(0, 11, (240,), generator=generator)) % (VOCAB - 3) + 3

@@ -21,9 +21,10 @@ from typing import Any, Literal
 import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
 from harness import machine, markdown, ppo_trainer, write_json
-from random_models import checkpoint_blocks, random_model
+from random_models import random_model
 
 from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.nn.trunk import recompute_activations
 from chatgpt.strategies.registry import STRATEGIES, strategy_flag
 from chatgpt.trainer.callbacks import Callback
 
@@ -168,7 +169,7 @@ def build(
         auto = 'AutoModelForCausalLM' if kind == 'Actor' else 'AutoModel'
         model = random_model(auto, config, place=where[0], draw=where[1])
         if checkpoint:
-            checkpoint_blocks(model)
+            recompute_activations(model)
         return {'Actor': nn.Actor, 'Critic': nn.Critic, 'RM': nn.RewardModel}[kind](model, **options)
 
     checkpoint, lora = s.gradient_checkpointing, {'lora_rank': s.lora_rank}

@@ -35,7 +35,7 @@ import vs_peers
 import which_gpu
 from arithmetic_done import matmul_peak
 from harness import GIB, ROOT, generate, machine, script_parser, wall_seconds, write_json
-from random_models import checkpoint_blocks, empty_model, fill, random_model
+from random_models import empty_model, fill, random_model
 from transformers import Qwen2Config, Qwen3Config
 from work import Case, Line
 
@@ -43,6 +43,7 @@ from chatgpt.nn import Actor
 from chatgpt.nn.compiled import has_compiler
 from chatgpt.nn.quantized import quantize_blocks
 from chatgpt.nn.shared import SharedTrunk
+from chatgpt.nn.trunk import recompute_activations
 from chatgpt.plan import make_plan, show_bytes
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import NaiveStrategy
@@ -366,7 +367,7 @@ def trunk(
             strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
             dtype = strategy.numerics.dtype
             shared = SharedTrunk(quantized_model(config, dtype, note.device), dtype=dtype)
-            checkpoint_blocks(shared.model)
+            recompute_activations(shared.model)
             which_gpu.trunk_phases(shared, strategy, config, end_of, sequences, prompt, new, rank=lora_rank)
         except torch.OutOfMemoryError:
             note.write(

@@ -14,12 +14,13 @@ from unittest.mock import patch
 import torch
 from arithmetic_done import matmul_peak
 from harness import ppo_trainer, random_sequence, wall_seconds
-from random_models import checkpoint_blocks, random_model
+from random_models import random_model
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic
+from chatgpt.nn.trunk import recompute_activations
 from chatgpt.rollout import Call, LocalEngine, SamplingParams, randomness
 from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.strategies import NaiveStrategy
@@ -91,7 +92,7 @@ def learning(note: Any, config: Any, *, rows: int, tokens: int, precision: str, 
     strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
     model = random_model('AutoModelForCausalLM', config, place=note.device, draw=note.device)
     if recompute:
-        checkpoint_blocks(model)
+        recompute_activations(model)
     generator, number = torch.Generator().manual_seed(0), sum(p.numel() for p in model.parameters())
     actor = Actor(model)
     actor, optimizer = strategy.prepare((actor, strategy.make_optimizer(actor.parameters(), lr=1e-6)))

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import transformers
 
-from chatgpt.nn.trunk import recompute_activations
-
 
 def random_model(auto_class: str, config: Any, *, place: Any, draw: Any, dtype: Any = None) -> Any:
     """Returns a model of `auto_class` on the device `place`, drawn on the device `draw`. dtype: default
@@ -26,11 +24,6 @@ def empty_model(auto_class: str, config: Any, dtype: Any) -> Any:
     """Returns a model on the meta device."""
     with torch.device('meta'):
         return getattr(transformers, auto_class).from_config(config, dtype=dtype)
-
-
-def checkpoint_blocks(model: Any) -> None:
-    """Enables gradient checkpointing."""
-    recompute_activations(model)
 
 
 def fill(module: Any, model: Any, place: Any, draw: Any) -> None:

@@ -27,6 +27,7 @@ from chatgpt.data.reading import (
     Record,
     any_usable,
     read_records,
+    suffix_of,
     without_frame,
     without_remedy,
 )
@@ -74,6 +75,11 @@ class PromptSet(SequenceOf[Prompt]):
 
     def __getitem__(self, position: Any) -> Any:
         return self._prompts[position]
+
+    def subset(self, positions: SequenceOf[int]) -> PromptSet:
+        """Returns the prompts at these positions, with what is known of the data."""
+        cut = [place for place, i in enumerate(positions) if i in self.cut]
+        return PromptSet([self[i] for i in positions], self.num_skipped, self.reasons, self.has_turns, cut)
 
     def facts(self) -> dict[str, int]:
         """The entries of run.json about prompts: their number and the numbers of distinct, truncated and skipped ones;
@@ -156,7 +162,7 @@ def load_prompts(
         raise ValueError(f'max_prompt_tokens={max_prompt_tokens}; give at least 1, or None for no limit')
     if overflow not in ('truncate', 'refuse'):
         raise ValueError(f"overflow={overflow!r}; give 'truncate' or 'refuse'")
-    plain = isinstance(source, (str, Path)) and str(source).lower().removesuffix('.gz').endswith('.txt')
+    plain = isinstance(source, (str, Path)) and suffix_of(source) == '.txt'
     plain = plain or (isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str))
     options: Any = {'max_tokens': max_prompt_tokens, 'overflow': overflow, 'apply_chat_template': apply_chat_template}
     options['begin'] = tuple(begin_ids(tokenizer))

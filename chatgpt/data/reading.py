@@ -88,9 +88,15 @@ class BadRecords:
             self.reasons.append(f'{where}: {reason}')
 
 
+def suffix_of(path: str | Path) -> str:
+    """Returns the ending of a file's name in small letters, without .gz behind it."""
+    name = Path(path).name.lower()
+    return Path(name.removesuffix('.gz')).suffix
+
+
 def open_bytes(path: Path) -> IO[bytes]:
     """Opens a file for reading bytes; decompresses one that ends in .gz."""
-    return cast('IO[bytes]', gzip.open(path, 'rb') if path.name.endswith('.gz') else open(path, 'rb'))
+    return cast('IO[bytes]', gzip.open(path, 'rb') if path.suffix.lower() == '.gz' else open(path, 'rb'))
 
 
 def read_records(
@@ -172,8 +178,7 @@ def _open_source(
     if isinstance(source, Path) or (isinstance(source, str) and Path(source).expanduser().exists()):
         return _open_path(Path(source).expanduser(), bad, split, separator)
     if isinstance(source, str):
-        name = Path(source[:-3] if source.endswith('.gz') else source)
-        if name.suffix.lower() in SUFFIXES or not _HUB_NAME.fullmatch(source):
+        if suffix_of(source) in SUFFIXES or not _HUB_NAME.fullmatch(source):
             raise ValueError(f'{source}: no such file or folder{nearest(source, "dataset")}')
         return source, _rows(_load_hub(source, split, subset, streaming), f'data set {source}', bad)
     source = without_frame(source)
@@ -199,7 +204,7 @@ def _open_path(path: Path, bad: BadRecords, split: str, separator: str) -> tuple
         raise ValueError(f'{path}: no such file or folder{nearest(str(path), "dataset")}')
     if path.is_dir():
         return str(path), _folder(path, bad, split, separator)
-    suffix = Path(path.name[:-3] if path.name.endswith('.gz') else path.name).suffix.lower()
+    suffix = suffix_of(path)
     if suffix not in SUFFIXES:
         raise ValueError(
             f'{path}: unknown kind of file {suffix!r}; known are {", ".join(SUFFIXES)} (each also with .gz)'
@@ -231,7 +236,7 @@ def _folder(path: Path, bad: BadRecords, split: str, separator: str) -> Iterator
         _, records = _open_source(load_from_disk(str(path)), bad, split, None, False, separator)
         yield from (Record(data, f'{path}, {where}') for data, where in records)
         return
-    files = sorted(p for p in path.iterdir() if Path(p.name.removesuffix('.gz')).suffix.lower() in SUFFIXES)
+    files = sorted(p for p in path.iterdir() if suffix_of(p) in SUFFIXES)
     if not files:
         raise ValueError(f'{path}: the folder holds no data file; known are {", ".join(SUFFIXES)}')
     for file in files:
@@ -350,7 +355,7 @@ def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
             start = block.removeprefix(_BOM).lstrip()
     if start.startswith(b'['):
         yield from _array(path, bad)
-    elif path.name.lower().removesuffix('.gz').endswith('.json'):
+    elif suffix_of(path) == '.json':
         yield from _unwrapped(path, bad, split)
     else:
         yield from _objects(path, bad)

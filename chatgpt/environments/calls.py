@@ -72,7 +72,7 @@ def _message(text: str, find: Callable[[str], Found]) -> dict[str, Any]:
     try:
         content, calls = find(text[thinking.end() :] if thinking else text)
         calls = checked_calls(calls)
-    except (ValueError, RecursionError):  # of json
+    except (ValueError, RecursionError):  # also from json
         return message
     message['content'] = content.strip()
     if thinking and thinking[1].strip():

@@ -16,7 +16,6 @@ import torch
 from transformers.utils import logging
 
 from chatgpt.data import (
-    PromptSet,
     load_demonstrations,
     load_examples,
     load_labelled,
@@ -375,9 +374,7 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any, context: int | None
     if not run.validation_percentage:
         return prompts, None
     train, validation = split_examples(range(len(prompts)), run.validation_percentage, seed=run.seed)
-    cut = [place for place, i in enumerate(train) if i in prompts.cut]
-    given = PromptSet([prompts[i] for i in train], prompts.num_skipped, prompts.reasons, prompts.has_turns, cut)
-    return given, PromptSet([prompts[i] for i in validation])
+    return prompts.subset(train), prompts.subset(validation)
 
 
 # ---------------------------------------------------------------------- runs that only learn

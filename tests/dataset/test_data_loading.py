@@ -25,8 +25,6 @@ from chatgpt.data.examples import BadRecord, Demonstration, Instruction, Labelle
 from chatgpt.data.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.data.shapes import to_example
 from chatgpt.data.tokenize import check_tokenizer
-from chatgpt.launch.inputs import _eval_prompts
-from chatgpt.launch.runs import PPORun
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.types import Prompt
 
@@ -101,10 +99,8 @@ def test_a_data_frame_is_its_rows(tokenizer):
 def test_prompts_that_are_cut_are_known_by_position(tokenizer):
     prompts = load_prompts([{'prompt': text} for text in ('abcdef', 'a', 'abcdefgh')], tokenizer, max_prompt_tokens=4)
     assert prompts.cut == {0, 2} and prompts.facts()['cut'] == 2
-    run = PPORun(validation_percentage=34.0, seed=1)
-    train, validation = _eval_prompts(run, prompts, tokenizer, None)
-    texts = [prompt.text for prompt in train]
-    assert len(validation) == 1 and train.facts()['cut'] == sum(len(text) > 1 for text in texts) > 0
+    part = prompts.subset([1, 2])
+    assert [prompt.text for prompt in part] == ['a', 'abcdefgh'] and part.cut == {1}
 
 
 def test_splits(tokenizer):

@@ -30,11 +30,10 @@ def test_weights_come_and_go():
     parameters = list(module.parameters())
     idle = FakeDevice(module, torch.device('cpu'))
     on_host = [t.data_ptr() for t in module.state_dict().values()]
-    idle.__enter__()
-    assert not set(on_host) & {t.data_ptr() for t in module.state_dict().values()}
-    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    idle.__exit__()
+    with idle:
+        assert not set(on_host) & {t.data_ptr() for t in module.state_dict().values()}
+        assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+        assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
     assert [t.data_ptr() for t in module.state_dict().values()] == on_host
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 

@@ -21,12 +21,13 @@ METHODS: dict[str, dict[str, Any]] = {
     'dapo': GROUPS
     | {'eps_clip_high': 0.28, 'loss_aggregation': 'token', 'kl_coef': 0.0}
     | {'dynamic_sampling_rounds': 2, 'overlong_buffer': 3},
-    'gspo': GROUPS | {'policy_loss': 'gspo', 'eps_clip': 3e-4, 'eps_clip_high': 4e-4},
+    'gspo': GROUPS | {'policy_loss': 'gspo', 'eps_clip': 3e-4, 'eps_clip_high': 4e-4, 'kl_coef': 0.0},
     'cispo': GROUPS | {'policy_loss': 'cispo', 'eps_clip_high': 4.0, 'kl_coef': 0.0},
     'dr_grpo': GROUPS | {'advantage_estimator': 'dr_grpo', 'kl_coef': 0.0},
     'rloo': GROUPS | {'advantage_estimator': 'rloo'},
     'reinforce++': {'advantage_estimator': 'reinforce++'},
-    'reinforce++_baseline': GROUPS | {'advantage_estimator': 'reinforce++_baseline'},
+    'reinforce++_baseline': GROUPS
+    | {'advantage_estimator': 'reinforce++_baseline', 'kl_in': 'loss', 'kl_loss_kind': 'k2'},
     'a2c': {'advantage_estimator': 'a2c', 'policy_loss': 'reinforce'},
 }
 QUERIES = [torch.tensor([3, 4])] * 2 + [torch.tensor([5])] * 2

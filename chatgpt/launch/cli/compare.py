@@ -184,8 +184,9 @@ def _check_same(db: str, there: dict[str, Any], given: dict[str, Any]) -> None:
 def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dict[str, Any]]:
     """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
     from chatgpt.data.loading import load_examples
+    from chatgpt.data.reading import suffix_of
 
-    plain = Path(path.removesuffix('.gz')).suffix.lower() == '.txt'
+    plain = suffix_of(path) == '.txt'
     if plain and not Path(path).is_file():
         raise ValueError(f'--prompts {path}: there is no such file')
     lines: Any = {'columns': {'prompt': 'text'}, 'text_separator': '\n'} if plain else {}

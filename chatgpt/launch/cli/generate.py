@@ -308,9 +308,9 @@ def load_actor(args: Any, strategy: Any) -> Any:
 def read_prompts(source: str, tokenizer: Any) -> Any:
     """Returns the prompts of a file, or `source` itself as the only prompt."""
     from chatgpt.data import load_prompts
-    from chatgpt.data.reading import SUFFIXES, BadRecordError, without_remedy
+    from chatgpt.data.reading import SUFFIXES, BadRecordError, suffix_of, without_remedy
 
-    is_file = Path(source.removesuffix('.gz')).suffix.lower() in SUFFIXES
+    is_file = suffix_of(source) in SUFFIXES
     try:
         return load_prompts(source if is_file else [{'prompt': source}], tokenizer)
     except BadRecordError as error:

@@ -2,9 +2,6 @@
 
 LIMITS: dict[str, float] = {
     'min_phases': 10,  # a trend needs more phases than the eight that two medians of three and five take
-    # nats, and more than the answer's own log-prob under the reference: it is seven times less likely, or the square of
-    # what it was; runs on SmolLM2 that got better lose 0.4 at most
-    'chosen_fall': 2.0,
     'min_updates': 20,  # Adam moves no weight further than about lr in a step; fewer steps show nothing
     'still_kl': 0.0001,  # nats per token: a run that learns has 0.01 to 0.1 after ten phases (docs/results/stories.md)
     'still_ratio': 0.01,  # a twentieth of the usual clip range of 0.2: no token came near the clip
@@ -13,6 +10,9 @@ LIMITS: dict[str, float] = {
     'chance': 0.05,  # above an accuracy of 0.5, in the mean of eight phases: two standard errors of 400 pairs
     'chance_late': 0.02,  # above 0.5, with a rate that fits: two standard errors of 2,500 pairs
     'late': 0.9,  # of the run: a weak signal shows late
+    # nats, and more than the answer's own log-prob under the reference: it is seven times less likely, or the square of
+    # what it was; runs on SmolLM2 that got better lose 0.4 at most
+    'chosen_fall': 2.0,
     # nats: the typical token is e times likelier than under the initial model; published runs end below 0.5
     'kl_per_token': 1.0,
     # nats per token within four phases: a response of one token that was 1 % likely and is now certain has 4.6; a model
