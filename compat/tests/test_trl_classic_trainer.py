@@ -82,6 +82,13 @@ def test_defaults_are_those_of_0_11_4() -> None:
     assert config.era == 'classic' and config.backward_batch_size == 128 and config.total_ppo_epochs == 157
 
 
+def test_without_a_penalty_no_target_adapts_it() -> None:
+    for coef, target in ((0.0, None), (0.2, 6)):
+        config = PPOConfig(init_kl_coef=coef)
+        config.resolve('classic')
+        assert config.settings()['kl_target'] == target
+
+
 def test_names_of_both_eras_follow_each_other() -> None:
     config = PPOConfig(num_ppo_epochs=3, kl_coef=0.3)
     assert config.era == 'second' and config.ppo_epochs == 3 and config.init_kl_coef == 0.3

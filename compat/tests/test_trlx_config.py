@@ -197,6 +197,10 @@ def test_the_length_of_a_ppo_run():
     assert settings.ppo_length(chosen).phases == 1
 
 
+def test_without_a_penalty_no_target_adapts_it():
+    assert settings.ppo_settings(TRLConfig.update(default_ppo_config(), {'method.init_kl_coef': 0.0})).kl_target is None
+
+
 def test_the_horizon_counts_passes():
     chosen = TRLConfig.update(default_ppo_config(), {'target': 6, 'ppo_epochs': 2, 'batch_size': 16})
     found = settings.ppo_settings(chosen)

@@ -103,6 +103,13 @@ def test_a_reward_model_does_not_write(monkeypatch, capsys, folder, word):
     assert f'--pretrain {folder}/rm is a reward model (GPT2ForSequenceClassification)' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('word', ['generate', 'evaluate'])
+def test_a_response_of_no_tokens_is_refused_before_a_model_is_read(monkeypatch, capsys, tmp_path, word):
+    more = ['--reward_fn=missing.py:words'] if word == 'evaluate' else []
+    assert call(monkeypatch, word, str(tmp_path / 'missing'), 'a fox', '--max_new_tokens=0', *more) == 2
+    assert 'max_new_tokens' in capsys.readouterr().err
+
+
 def test_an_environment_is_not_cut_over_processes_and_a_chat_is_one(monkeypatch, capsys, folder):
     model, cut = str(folder / 'actor'), ['--strategy=fsdp', '--tensor_parallel=2']
     assert call(monkeypatch, 'evaluate', model, '--environment=games:countdown', *cut) == 2

@@ -166,7 +166,10 @@ def test_rows_under_a_key(tmp_path):
     assert read(path) == [({'a': 1}, f'{path}, data[0]'), ({'a': 2}, f'{path}, data[1]')]
     with gzip.open(tmp_path / 'a.json.gz', 'wt') as file:
         file.write(path.read_text())
-    assert [row for row, _ in read(tmp_path / 'a.json.gz')] == [{'a': 1}, {'a': 2}]
+    for name in ('b.JSON.GZ', 'b.JSON'):
+        (tmp_path / name).write_bytes((tmp_path / f'a.json{".gz" if name.endswith("GZ") else ""}').read_bytes())
+    for name in ('a.json.gz', 'b.JSON.GZ', 'b.JSON'):
+        assert [row for row, _ in read(tmp_path / name)] == [{'a': 1}, {'a': 2}]
     assert read(write(tmp_path / 'b.json', '{"prompt": "only one"}'))[0][0] == {'prompt': 'only one'}
 
 

@@ -62,6 +62,18 @@ def written(path: Path, first: int, count: int, **columns: str) -> str:
     return str(path)
 
 
+def test_cut_prompts_are_counted_among_those_that_are_trained_on(tmp_path):
+    GPTActor(config=tiny_config('gpt2', positions=48)).save_pretrained(tmp_path / 'model', tokenizer=char_tokenizer())
+    (tmp_path / 'reward.py').write_text('def none(prompts, responses):\n    return [0.0] * len(prompts)\n')
+    settings: dict[str, Any] = {'max_prompt_tokens': 3, 'max_new_tokens': 4, 'validation_percentage': 50.0}
+    settings['reward_fn'] = f'{tmp_path}/reward.py:none'
+    path = written(tmp_path / 'prompts.jsonl', 0, 12)  # two of them have four characters
+    run = PPORun(pretrain=str(tmp_path / 'model'), prompt_path=path, **settings)
+    train = read_inputs(run).train
+    long = [f'a {i}' for i in range(12) if len(f'a {i}') > 3]
+    assert train.facts()['cut'] == sum(prompt.text in long for prompt in train) and len(train) == 6
+
+
 @pytest.mark.parametrize(
     ('cls', 'columns'), [(SFTRun, {'completion': 'b'}), (run_class('dpo'), {'chosen': 'b', 'rejected': 'c'})]
 )
