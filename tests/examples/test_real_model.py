@@ -228,9 +228,11 @@ def test_preferences_on_a_tiny_model(tmp_path, monkeypatch):
     names = ['dpo', 'ppo', 'grpo', 'sft']
     start = tiny_chat_model(tmp_path / 'start')
     found = results_of(preferences, tmp_path / 'out', monkeypatch, path, '--pretrain', start, '--runs', *names)
-    assert [row['run'] for row in found['rows']] == ['reward_model', *names]
-    assert all(0 <= row['score'] <= 1 for row in found['rows'][:2])
-    assert all('before' in row for row in found['rows'][2:])
+    assert [row['run'] for row in found['rows']] == ['as it is', 'reward_model', *names]
+    rows = {row['run']: row for row in found['rows']}
+    assert all(0 <= rows[name]['score'] <= 1 for name in ('reward_model', 'dpo'))
+    assert all({'before', 'sampled'} <= rows[name].keys() for name in ('ppo', 'grpo', 'sft'))
+    assert all(rows[name]['before'] == rows['as it is']['score'] for name in ('ppo', 'grpo', 'sft'))
     assert set(found['samples'][0]) == {'prompt', 'as it is', *names} and found['samples'][0]['prompt'] == 'what'
     used = [json.loads(line) for file in ('pairs', 'pairs_held_out') for line in open(tmp_path / f'out/{file}.jsonl')]
     assert len(used) == 30
