@@ -6,8 +6,7 @@
 The files are of `examples/real_model/additions.py --files FOLDER --digits 3`.
 
 Each case is planned (`--plan`) and then run: two optimizer steps, or two phases, since optimizer states exist from the
-first step on. The peak is the largest resident memory of the whole process (wait4); 'kept back' is the peak if malloc
-returns freed memory at once.
+first step on. The peak is the largest resident memory of the whole process (wait4).
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def files(folder: Path, demonstrations: Path) -> dict[str, str]:
     return {'reward': f'{folder / "reward.py"}:score', 'rm': str(folder / 'rm' / 'reward_model')}
 
 
-def call(words: list[str], **env: str) -> tuple[str, int]:
+def call(words: list[str]) -> tuple[str, int]:
     """Runs a command; returns its output and peak resident memory in bytes."""
-    out, own = tempfile.TemporaryFile('w+'), harness.environment(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', **env)
+    out, own = tempfile.TemporaryFile('w+'), harness.environment(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1')
     child = subprocess.Popen([sys.executable, '-m', 'chatgpt', *words], env=own, stdout=out, stderr=out)
     _, status, used = os.wait4(child.pid, 0)
     out.seek(0)
@@ -82,21 +81,16 @@ def measure(case: str, batch: int, args: argparse.Namespace, folder: Path, place
     if found is None:
         raise SystemExit(f'{case} was not planned:\n{output}')
     shutil.rmtree(place, ignore_errors=True)
-    peak = call(words)[1]
-    shutil.rmtree(place, ignore_errors=True)
-    returning = call(words, **harness.RETURNS)[1]
-    return {'planned': float(found[1]) * UNITS[found[2]], 'phase': found[3], 'peak': peak, 'kept_back': returning}
+    return {'planned': float(found[1]) * UNITS[found[2]], 'phase': found[3], 'peak': call(words)[1]}
 
 
 def table(found: dict[str, Any]) -> str:
     rows = []
     for name, r in found.items():
         case, batch = name.rsplit(' x ', 1)
-        planned, peak, back = (r[key] / harness.GIB for key in ('planned', 'peak', 'kept_back'))
+        planned, peak = (r[key] / harness.GIB for key in ('planned', 'peak'))
         rows.append([case, batch, f'{planned:.2f}', r['phase'], f'{peak:.2f}', f'{planned / peak - 1:+.1%}'])
-        rows[-1] += [f'{back:.2f}', f'{planned / back - 1:+.1%}']
-    head = 'run | batch | planned GiB | at | peak GiB | plan is off by | peak, memory given back | plan is off by'
-    return harness.markdown(head, rows)
+    return harness.markdown('run | batch | planned GiB | at | peak GiB | plan is off by', rows)
 
 
 def main() -> None:

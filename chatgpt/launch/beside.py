@@ -95,7 +95,14 @@ def check_critic(run: PPORun, source: str, policy_config: Any, tokenizer: Any) -
         ValueError: another tokenizer than the policy's; a head for another `critic_loss`; with critic='shared' no head,
             or one of another width; with a shared trunk no adapter.
     """
-    name, support = f'critic_from={source}', stored_support(source)
+    name = f'critic_from={source}'
+    try:
+        support = stored_support(source)
+        config = None
+        if run.critic != 'shared':
+            config = load_config(source, trust_remote_code=run.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f'critic_from is reward_model, actor, a folder or a hub name: {error}') from None
     if run.critic == 'shared':
         width = width_of(policy_config)
         if support is None or head_width(load_head(source)) != width:
@@ -107,10 +114,6 @@ def check_critic(run: PPORun, source: str, policy_config: Any, tokenizer: Any) -
         return None
     if run.shared_trunk:
         check_adapter('critic', source, run.pretrain)
-    try:
-        config = load_config(source, trust_remote_code=run.trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f'critic_from is reward_model, actor, a folder or a hub name: {error}') from None
     own, _ = reward_model_inputs(source, tokenizer, what='critic', trust_remote_code=run.trust_remote_code)
     if own is not None:
         raise ValueError(

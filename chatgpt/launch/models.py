@@ -90,7 +90,7 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
         return build_critic(inputs, str(source), inputs.config)
     if kind == 'ILQLModel':
         given = {'checkpoint': run.gradient_checkpointing, 'trust_remote_code': run.trust_remote_code}
-        return nn.ILQLModel(load_causal_lm(source, **given) if named else source)
+        return nn.ILQLModel.from_pretrained(source, **given) if named else nn.ILQLModel(source)
     options |= run.lora_keywords()
     if named:
         options |= {'pretrained': source, 'trust_remote_code': run.trust_remote_code}

@@ -58,7 +58,7 @@ class _Family(Role):
 
         Args:
             pretrained: a hub name or folder. A reward model keeps the head of a pretrained reward model, or gets a new
-                one.
+                one. A critic gets a new one; `from_pretrained` keeps the one that is saved there.
             config: for a model with new weights.
             checkpoint: turns gradient checkpointing on.
             options: also those of `chatgpt.nn.loading.load_model`.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from chatgpt.functional.values import expected_value
-from chatgpt.nn.tensor_files import HEAD_FILE, check_fit, open_weights, read_weights, save_tensors
+from chatgpt.nn.tensor_files import HEAD_FILE, check_fit, open_weights, read_weights, save_tensors, stored_file
 from chatgpt.nn.weights import draw_seed, seeded
 
 NEAR_ZERO = 1e-3
@@ -139,11 +139,16 @@ def head_width(head: Any) -> int:
     return int(first.in_features)
 
 
-def stored_support(folder: str | Path) -> dict[str, float] | None:
-    """Returns `support_of` the head that is stored in a folder, read from the file's header; None without a head."""
-    path = Path(folder, HEAD_FILE)
-    if not path.is_file():
+def stored_support(source: str | Path) -> dict[str, float] | None:
+    """Returns `support_of` the head that is stored in a folder or under a hub name, read from the file's header; None
+    without a head."""
+    path = stored_file(source, HEAD_FILE)
+    if path is None:
         return None
+    return _support_in(path)
+
+
+def _support_in(path: Path) -> dict[str, float]:
     stored = open_weights(path).metadata() or {}
     found = {name: float(stored[name]) for name in ('bins', 'low', 'high') if name in stored}
     return found | {'bins': int(found['bins'])} if found else {}
@@ -153,23 +158,27 @@ def centred_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a reward model's head from the model's state dict, with `score_bias` subtracted from its last bias, so
     that the head alone computes the score."""
     head = {n.removeprefix('value_head.'): t for n, t in state.items() if n.startswith('value_head.')}
-    last = max(name for name in head if name.endswith('bias'))
-    return head | {last: head[last] - state['score_bias']} if 'score_bias' in state else head
+    if 'score_bias' not in state:
+        return head
+    last = max(head).replace('weight', 'bias')
+    return head | {last: head.get(last, 0.0) - state['score_bias'].reshape(1)}
 
 
-def load_head(folder: str | Path) -> nn.Module | None:
-    """Returns the head that `save_head` wrote there, or None if there is none.
+def load_head(source: str | Path, **hub: Any) -> nn.Module | None:
+    """Returns the head that `save_head` wrote into this folder or that of a hub name, or None if there is none.
 
     Raises ValueError for a damaged file, and for a head that is neither linear, nor an `mlp_head`, nor a
     `CategoricalHead`.
     """
-    path = Path(folder, HEAD_FILE)
-    if not path.is_file():
+    path = stored_file(source, HEAD_FILE, **hub)
+    if path is None:
         return None
     tensors = read_weights(path)
     head: nn.Module
+    if set(tensors) == {'weight'}:  # of a classifier
+        tensors['bias'] = tensors['weight'].new_zeros(len(tensors['weight']))
     if set(tensors) == {'weight', 'bias'}:
-        width, support = tensors['weight'].shape[-1], stored_support(folder)
+        width, support = tensors['weight'].shape[-1], _support_in(path)
         head = CategoricalHead(width, **support) if support else critic_head(width)  # type: ignore[arg-type]
     elif set(tensors) == {'0.weight', '0.bias', '2.weight', '2.bias'}:
         head = mlp_head(tensors['0.weight'].shape[-1])

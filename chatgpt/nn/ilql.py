@@ -25,9 +25,10 @@ from chatgpt.functional.ilql import ilql_logits, min_q
 from chatgpt.functional.logprobs import map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.head_kernels import head_logprobs
-from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
+from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head, set_state
+from chatgpt.nn.loading import hub_options
 from chatgpt.nn.packing import flat_hidden
-from chatgpt.nn.tensor_files import Q_HEADS_FILE, check_fit, read_weights, save_tensors
+from chatgpt.nn.tensor_files import Q_HEADS_FILE, check_fit, read_weights, save_tensors, stored_file
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
 from chatgpt.types import Batch
 
@@ -136,12 +137,13 @@ class ILQLModel(Actor):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
-        """Loads a folder of `save_pretrained` with its heads, or any causal LM with new heads."""
-        path = Path(folder, Q_HEADS_FILE)
-        tensors = read_weights(path) if path.is_file() else None
+        """Loads a folder or hub name of `save_pretrained` with its heads, or any causal LM with new heads."""
+        base = cls._load(folder, **options)
+        path = stored_file(folder, Q_HEADS_FILE, **hub_options(options))
+        tensors = None if path is None else read_weights(path)
         if tensors is not None:
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)
-        model = cls(cls._load(folder, **options), two_qs=two_qs is not False)
+        model = cls(base, two_qs=two_qs is not False)
         if tensors is not None:
             own = {n: t for n, t in model.state_dict().items() if not n.startswith('model.')}
             misshaped = [(n, tensors[n].shape, t.shape) for n, t in own.items() if n in tensors]
@@ -152,7 +154,7 @@ class ILQLModel(Actor):
                 unexpected=(),
                 misshaped=[m for m in misshaped if m[1] != m[2]],
             )
-            model.load_state_dict(tensors, strict=False)
+            set_state(model, tensors)
         return model
 
 

@@ -59,6 +59,10 @@ TOKENIZER_FILES = ('tokenizer*', 'vocab*', 'merges.txt', '*.model', '*.tiktoken'
 LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
 
+def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in HUB_OPTIONS}
+
+
 def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for an unknown loading option."""
     for name in options:
@@ -181,7 +185,7 @@ def load_model(
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
     check_options(options)
-    hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
+    hub = hub_options(options)
     if pretrained is None:
         cls = getattr(transformers, layout_of(config).auto_class(auto_class, config, type(config).__name__))
         model = _made(cls, config, WeightsSource(kind='config', seed=draw_seed()), options)
@@ -349,7 +353,7 @@ class Role(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: Any = None, **options: Any) -> Any:
-        """Loads a folder of `save_pretrained` with its head, or any model, with a new head if the role needs one.
+        """Loads a folder or hub name of `save_pretrained` with its head; any model with a new head where it needs one.
 
         Args:
             value_head: replaces the saved one.
@@ -357,8 +361,9 @@ class Role(nn.Module):
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
         role = cls.__new__(cls)
-        value_head = load_head(folder) if value_head is None else value_head
-        cls._build(role, cls._load(folder, **options), value_head=value_head, **own)
+        model = cls._load(folder, **options)
+        value_head = load_head(folder, **hub_options(options)) if value_head is None else value_head
+        cls._build(role, model, value_head=value_head, **own)
         return role
 
     def parameter_groups(self, head_lr: float) -> list[dict[str, Any]]:

@@ -52,7 +52,8 @@ def masked_output(
     logits = out.logits.float().masked_fill(~mask, -1e9)  # finite: −inf times 0 would be NaN in the entropy
     with entropy_graph(with_entropy):
         entropy = entropy_of(logits, temperature) if with_entropy else None
-    return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, out.values)
+    logprobs = logprobs_of(logits, batch.action_ids, temperature)
+    return PolicyOutput(logprobs, entropy, out.values, value_logits=out.value_logits)
 
 
 class MaskedPolicy(nn.Module):

@@ -22,6 +22,7 @@ from chatgpt.nn.layouts import layout_of
 from chatgpt.nn.loading import (
     Role,
     add_lora,
+    hub_options,
     load_base_model,
     load_config,
     load_model,
@@ -31,7 +32,7 @@ from chatgpt.nn.loading import (
 )
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
-from chatgpt.nn.tensor_files import HEAD_FILE
+from chatgpt.nn.tensor_files import HEAD_FILE, stored_file
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.nn.weights import WeightsSource, read_source_tensor
 from chatgpt.types import Batch
@@ -223,11 +224,13 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
     """Loads base model, head and `score_bias` from a folder or hub name; of a causal LM or base model, without a
     head."""
     config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
-    bias, beside = float(getattr(config, BIAS_KEY, 0.0)), Path(pretrained, HEAD_FILE).is_file()
-    saved = beside and (hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None)
+    bias, hub = float(getattr(config, BIAS_KEY, 0.0)), hub_options(options)
+    own = hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None
+    saved = own and stored_file(pretrained, HEAD_FILE, **hub) is not None
     if saved or not _classifies(config):
         base = load_base_model(pretrained, checkpoint=checkpoint, **options)
-        return ScorerParts(base, load_head(pretrained), bias) if saved else ScorerParts(base, None, 0.0)
+        head = load_head(pretrained, **hub) if saved else None
+        return ScorerParts(base, head, bias if saved else 0.0)
     _check_labels(config.num_labels, str(pretrained))
     classifier = load_model('AutoModelForSequenceClassification', pretrained, None, checkpoint=checkpoint, **options)
     score = getattr(classifier, 'score', None)
@@ -237,10 +240,10 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
     return ScorerParts(base, _single_output(score, classifier.weights_source), bias)
 
 
-def is_scorer(folder: str | Path, config: Any) -> bool:
-    """Returns True if a folder, with this config, holds a reward model: a sequence classifier, or a model with
-    `score_bias` and a head."""
-    return _classifies(config) or (hasattr(config, BIAS_KEY) and Path(folder, HEAD_FILE).is_file())
+def is_scorer(source: str | Path, config: Any) -> bool:
+    """Returns True if a folder or hub name, with this config, holds a reward model: a sequence classifier, or a model
+    with `score_bias` and a head."""
+    return _classifies(config) or (hasattr(config, BIAS_KEY) and stored_file(source, HEAD_FILE) is not None)
 
 
 def _classifies(config: Any) -> bool:

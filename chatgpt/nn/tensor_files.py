@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chatgpt.hub import checked_path
 from chatgpt.nn.computed import ComputedTensors
 from chatgpt.nn.quantized import FourBitFile, Part, in_four_bits
 
@@ -153,6 +154,23 @@ def _first(names: list[str]) -> str:
 
 HEAD_FILE = 'value_head.safetensors'
 Q_HEADS_FILE = 'ilql_heads.safetensors'
+
+
+def stored_file(source: str | os.PathLike[str], name: str, **hub: Any) -> Path | None:
+    """Returns the file `name` in a model's folder, or under a hub name, which is downloaded; None if there is none.
+    Raises ValueError for neither a folder nor a hub name.
+
+    Args:
+        hub: options of the hub (`chatgpt.nn.loading.HUB_OPTIONS`).
+    """
+    source = checked_path(source, hub)
+    if Path(source).is_dir():
+        path = Path(source, hub.get('subfolder') or '', name)
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+    return None if found is None else Path(found)
 
 
 def share_by_umask(folder: str | os.PathLike[str], pattern: str = '*.safetensors') -> None:

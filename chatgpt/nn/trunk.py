@@ -64,6 +64,15 @@ def recompute_activations(model: Any) -> None:
     enable({'use_reentrant': False})
 
 
+AFTER_PADDING = frozenset(
+    (
+        *('camembert', 'data2vec-text', 'ibert', 'longformer', 'luke', 'mpnet', 'roberta', 'roberta-prelayernorm'),
+        *('xlm-roberta', 'xlm-roberta-xl', 'xmod'),
+    )
+)
+"""model types whose first position is the padding token's id + 1"""
+
+
 def position_limit(config: Any) -> int | None:
     """Returns the most tokens of one sequence, None without a limit. Of an encoder-decoder the most of each side (of
     LED the smaller one), including the decoder's start token.
@@ -77,6 +86,8 @@ def position_limit(config: Any) -> int | None:
         limit = getattr(config, 'n_positions', None) or min((n for n in sides if n is not None), default=None)
     if limit is not None and (limit < 1 or getattr(config, 'position_biased_input', True) is False):
         limit = None  # only relative positions
+    if limit is not None and config.model_type in AFTER_PADDING:
+        limit -= config.pad_token_id + 1
     found = batch_limit(config)
     return limit if found is None else min(limit or found[0], found[0])
 

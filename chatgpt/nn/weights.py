@@ -26,7 +26,7 @@ from transformers import initialization as hf_init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from chatgpt.nn.tensor_files import OTHER_MODEL, check_finite, check_fit, is_known, open_weights
+from chatgpt.nn.tensor_files import OTHER_MODEL, check_finite, check_fit, is_known, open_weights, stored_file
 
 
 def draw_seed() -> int:
@@ -190,9 +190,9 @@ def weight_files(source: WeightsSource) -> list[Path]:
     """Returns the files with the weights of a pretrained source, and downloads those of a hub name: safetensors, else
     pickled ones. Raises ValueError if there are none, or an index names a file that is not in its folder."""
     for whole in FILES:  # in transformers' order
-        if (single := _cached(source, whole)) is not None:
+        if (single := stored_file(source.path, whole, **source.hub)) is not None:
             return [single]
-        if (index := _cached(source, f'{whole}.index.json')) is not None:
+        if (index := stored_file(source.path, f'{whole}.index.json', **source.hub)) is not None:
             return _shards(source, index)
     raise ValueError(f'{source.path}: it holds no weights: neither {FILES[0]} nor {FILES[1]}, whole or in shards')
 
@@ -210,7 +210,7 @@ def _shards(source: WeightsSource, index: Path) -> list[Path]:
     for name in sorted(set(places.values())):
         if Path(name).name != name:
             raise ValueError(f'{index}: it names the file {name!r}; a shard must lie in the same folder')
-        file = _cached(source, name)
+        file = stored_file(source.path, name, **source.hub)
         if file is None:
             raise ValueError(f'{source.path}: the shard {name} that {index.name} names is missing')
         held = set(open_weights(file).keys())
@@ -221,16 +221,6 @@ def _shards(source: WeightsSource, index: Path) -> list[Path]:
             )
         files.append(file)
     return files
-
-
-def _cached(source: WeightsSource, name: str) -> Path | None:
-    if Path(source.path).is_dir():
-        path = Path(source.path, source.hub.get('subfolder', ''), name)
-        return path if path.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(source.path, name, _raise_exceptions_for_missing_entries=False, **source.hub)
-    return None if found is None else Path(found)
 
 
 def read_source_tensor(source: WeightsSource, name: str) -> Tensor:

@@ -17,6 +17,7 @@ from chatgpt.data.formats import note_model
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController
 from chatgpt.nn.heads import support_of
+from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
@@ -30,7 +31,7 @@ from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, ScoreShaper, as_scorer
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
-from chatgpt.trainer.experience.scorers import Scorer, models_of
+from chatgpt.trainer.experience.scorers import Scorer, with_reward_model
 from chatgpt.trainer.fits import check_apart, check_models, check_one_process_per_rank, check_records
 from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.policy import Policy, policy_for
@@ -147,7 +148,11 @@ def build(
         max_staleness=config.max_staleness,
     )
     tis_cap = tis_cap_of(config, engine, strategy.sums.exact)
-    maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk, tis_cap)
+    scorer = _scorer(config, reward)
+    for each in with_reward_model(scorer):
+        if each.tokenizer is not None and each.max_length is None and (own := config_of(strategy, each.model)):
+            each.max_length = longest_side(own)
+    maker = _maker(strategy, config, models, reference, scorer, collector, shares_trunk, tis_cap)
     trained = {**models.trained(), **policy.models()}
     for model in trained.values():
         dropout_off(strategy.unwrap(model))
@@ -281,8 +286,9 @@ def _maker(
         recompute = strategy.numerics.dtype != torch.float32 or bool(tis_cap) or differs
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
     if c.offload == 'idle':
-        for frozen in [*models_of(scorer), *([] if models.initial_model is None else [models.initial_model])]:
-            strategy.offload(frozen)
+        frozen = [models.initial_model, *(each.model for each in with_reward_model(scorer))]
+        for model in filter(None, frozen):
+            strategy.offload(model)
     estimator = c.estimator
     return ExperienceMaker(
         strategy,

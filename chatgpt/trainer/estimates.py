@@ -125,7 +125,15 @@ def _total(e: Experience) -> Tensor:
     return torch.where(e.response_mask, e.rewards, 0.0).double().sum()
 
 
-grpo, dr_grpo, rloo = map(_per_response, (estimators.grpo, estimators.dr_grpo, estimators.rloo))
+def _rloo(totals: Tensor, groups: Tensor) -> Tensor:
+    """`rloo`, and 0 for the only response of a group, all others of which failed."""
+    _, at, counts = groups.unique(return_inverse=True, return_counts=True)
+    compared, advantages = counts[at] > 1, torch.zeros_like(totals)
+    advantages[compared] = estimators.rloo(totals[compared], groups[compared])
+    return advantages
+
+
+grpo, dr_grpo, rloo = map(_per_response, (estimators.grpo, estimators.dr_grpo, _rloo))
 
 
 # ------------------------------------------------------------------ losses of the policy

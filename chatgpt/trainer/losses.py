@@ -133,7 +133,7 @@ class ActorLoss:
             correct = columns['correct']
             positive = masked_sum(positive_example_loss(logprobs, correct), mask)
             total = total + c.positive_coef * (positive / batch.totals['correct'])
-            metrics['positive_loss'] = Mean(positive.detach(), (mask & correct).sum())
+            metrics['positive_loss'] = Mean(positive.detach(), (mask & correct).sum(), of_some=True)
         low = 1.0 if entry.clip == 'upper' else c.eps_clip  # no lower bound
         seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if entry.per_sequence:  # the clip acts on the ratio of the sequence

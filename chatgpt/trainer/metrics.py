@@ -28,6 +28,8 @@ class Mean(NamedTuple):
 
     total: Tensor
     weight: Tensor | float
+    of_some: bool = False
+    """a mean over some records only: a batch without them has no such metric"""
 
 
 class Highest(NamedTuple):
@@ -52,6 +54,7 @@ class BatchStats:
         self._sums: dict[str, list[tuple[Tensor, Tensor]]] = {}
         """per micro-batch"""
         self._extremes: dict[str, Tensor] = {}
+        self._of_some: set[str] = set()
 
     def add(self, metrics: Metrics) -> None:
         for name, metric in metrics.items():
@@ -60,6 +63,8 @@ class BatchStats:
                 # `new_full` fills on the device; copying a number there would make the host wait.
                 weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
                 self._sums.setdefault(name, []).append((total, weight))
+                if metric.of_some:
+                    self._of_some.add(name)
                 continue
             value = metric.value.detach().double()
             if isinstance(metric, Lowest):  # the maximum of the negative, so that one reduction serves both
@@ -71,7 +76,8 @@ class BatchStats:
         result: dict[str, float] = {}
         if names := sorted(self._sums):
             totals = strategy.sums.totals([[torch.stack(pair) for pair in self._sums[n]] for n in names])
-            result = {n: total / weight if weight else total for n, (total, weight) in zip(names, totals, strict=True)}
+            found = zip(names, totals, strict=True)
+            result = {n: t / w if w else t for n, (t, w) in found if w or n not in self._of_some}
         if self._extremes:
             names = sorted(self._extremes)
             flat = torch.stack([self._extremes[name] for name in names]).to(strategy.device)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from chatgpt.rules import Rule
+from chatgpt.rules import Rule, changed
 from chatgpt.trainer.policy import POLICIES, Policy
 from chatgpt.trainer.rules import DECODE_RULES, PPO_RULES, STEP_RULES, reads_decode
 from chatgpt.trainer.settings import COUNT, RANGES
@@ -39,6 +39,11 @@ class NLPOSettings:
 POLICIES['nlpo_top_p'] = f'{__name__}:NLPOPolicy'
 RANGES['NLPOSettings'] = {'nlpo_top_p': '(0, 1]', 'nlpo_update_interval': COUNT}
 PPO_RULES += [
+    *changed(
+        ('nlpo_update_interval',),
+        lambda s: s.nlpo_top_p is None,
+        '{name}={value!r} is of the copy that nlpo_top_p needs: give nlpo_top_p, such as 0.9',
+    ),
     Rule(
         lambda s: s.nlpo_top_p is not None and s.recompute_logprobs is True,
         'nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out',

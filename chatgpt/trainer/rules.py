@@ -68,7 +68,7 @@ PPO_RULES = [
     *changed(
         (
             *('value_clip', 'value_coef', 'critic', 'critic_lr', 'critic_from', 'critic_loss', 'critic_loss_settings'),
-            *('critic_warmup_phases', 'critic_epochs', 'critic_train_batch_size'),
+            *('critic_warmup_phases', 'critic_epochs', 'critic_train_batch_size', 'lam'),
         ),
         lambda s: not s.estimator.needs_values,
         '{name}={value!r} is of a critic, and advantage_estimator={s.advantage_estimator!r} takes no critic: leave one '
@@ -89,6 +89,17 @@ PPO_RULES = [
             ),
         )
         for name in GAE_SETTINGS
+    ),
+    *changed(
+        ('gamma',),
+        lambda s: s.advantage_estimator in ('grpo', 'dr_grpo', 'rloo', 'gdpo'),
+        '{name}={value!r} discounts rewards per token; advantage_estimator={s.advantage_estimator!r} has one number '
+        'per response: leave it out',
+    ),
+    *changed(
+        ('lam',),
+        lambda s: s.advantage_estimator == 'a2c',
+        "{name}={value!r} is of GAE, and advantage_estimator='a2c' has λ = 1: leave it out",
     ),
     Rule(
         lambda s: s.lam_length is not None and is_changed(s, 'lam'),

@@ -67,9 +67,10 @@ def test_a_failed_episode_is_left_out_of_loss_and_baseline(fault):
 def test_few_are_left():
     experiences, _ = play({1: 'error', 3: 'error'}, advantage_estimator='rloo')
     assert advantages(experiences) == [None, -2.0, None, 2.0]  # returns 3 and 5: each is the other's baseline
-    Fails.count = 0
-    experiences, _ = play({1: 'error', 2: 'error', 3: 'error'})
-    assert advantages(experiences) == [None, None, None, 0.0]  # the only one of its group
+    for name in ('dr_grpo', 'rloo'):
+        Fails.count = 0
+        experiences, _ = play({1: 'error', 2: 'error', 3: 'error'}, advantage_estimator=name)
+        assert advantages(experiences) == [None, None, None, 0.0]  # the only one of its group
 
 
 def test_a_failed_episode_pays_at_its_last_token():

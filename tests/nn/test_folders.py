@@ -12,12 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
-from chatgpt.nn import AutoActor, AutoCritic, AutoRM, initial_tensors, load_config
+from chatgpt.nn import (
+    Actor,
+    AutoActor,
+    AutoCritic,
+    AutoRM,
+    Critic,
+    ILQLModel,
+    RewardModel,
+    initial_tensors,
+    load_config,
+)
+from chatgpt.nn.heads import mlp_head, stored_support
 from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.reward_model import is_scorer
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.nn.weights import fill_model
 from chatgpt.plan.setup import read_config
@@ -165,12 +178,40 @@ def test_every_door_gives_the_numbers_of_transformers(make: Callable[[Path], Non
     assert load_config(folder).vocab_size == read_config(folder).vocab_size == want.shape[-1]
 
 
-def test_a_name_of_the_hub_that_lies_in_the_cache(tmp_path: Path) -> None:
-    repository = tmp_path / 'models--me--tiny'
-    folder = repository / 'snapshots' / ('a' * 40)
-    FOLDERS['bf16'](folder)
-    (repository / 'refs').mkdir()
+def in_cache(cache: Path, name: str) -> Path:
+    """Returns the folder of the only revision of a hub name in a cache."""
+    repository = cache / f'models--{name.replace("/", "--")}'
+    (repository / 'refs').mkdir(parents=True)
     (repository / 'refs' / 'main').write_text('a' * 40)
+    return repository / 'snapshots' / ('a' * 40)
+
+
+def test_heads_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a subfolder."""
+    options = {'cache_dir': str(tmp_path), 'local_files_only': True}
+    critic, scorer = Critic(tiny_causal_lm('gpt2')), RewardModel(tiny_causal_lm('gpt2'), mlp_head(32))
+    actor, ilql = Actor(tiny_causal_lm('gpt2'), value_head=True), ILQLModel(tiny_causal_lm('gpt2'), two_qs=False)
+    heads = {'actor': actor.value_head, 'critic': critic.value_head, 'ilql': ilql.q_heads, 'scorer': scorer.value_head}
+    for name, model in {'actor': actor, 'critic': critic, 'ilql': ilql, 'scorer': scorer}.items():
+        for p in heads[name].parameters():
+            torch.nn.init.normal_(p)
+        folder = in_cache(tmp_path, f'me/{name}')
+        model.save_pretrained(folder)
+        model.save_pretrained(folder / 'inner')
+        for more in ({}, {'subfolder': 'inner'}):
+            read = type(model).from_pretrained(f'me/{name}', **options, **more)
+            found = read.q_heads if name == 'ilql' else read.value_head
+            assert all(map(torch.equal, found.parameters(), heads[name].parameters()))
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    assert is_scorer('me/scorer', scorer.model.config) and stored_support('me/critic') == {}
+    assert not is_scorer('me/actor', actor.model.config) and stored_support('me/ilql') is None
+    with pytest.raises(ValueError, match='no such folder'):
+        Critic.from_pretrained(tmp_path / 'nothing')
+
+
+def test_a_name_of_the_hub_that_lies_in_the_cache(tmp_path: Path) -> None:
+    folder = in_cache(tmp_path, 'me/tiny')
+    FOLDERS['bf16'](folder)
     options = {'cache_dir': str(tmp_path), 'local_files_only': True}
     want = logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     actor = AutoActor('me/tiny', **options)

@@ -28,7 +28,7 @@ from chatgpt.nn import (
     mlp_head,
     reward_head,
 )
-from chatgpt.nn.heads import CategoricalHead, in_fp32, load_head, save_head
+from chatgpt.nn.heads import CategoricalHead, centred_head, in_fp32, load_head, save_head
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
@@ -340,6 +340,19 @@ def test_a_critic_survives_a_folder(head, tmp_path):
     assert close(again(batch), critic(batch), 1e-4) and not lora_layers(again)
     with pytest.raises(ValueError, match="family 'gpt2'.*'llama'; use AutoCritic"):
         GPTCritic.from_pretrained(tmp_path)
+
+
+def test_a_head_without_bias_survives_a_folder(tmp_path):
+    """GPT-2's classifier has none, nor has the critic that starts from it."""
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2, num_labels=1)
+    reward_model = RewardModel.from_classifier(transformers.GPT2ForSequenceClassification(config))
+    critic = Critic.from_reward_model(reward_model).eval()
+    critic.save_pretrained(tmp_path)
+    again, batch = Critic.from_pretrained(tmp_path).eval(), collate(sequences())
+    assert torch.equal(again(batch), critic(batch)) and not again.value_head.bias.any()
+    reward_model.calibrate(0.5)
+    found = centred_head(reward_model.state_dict())
+    assert torch.equal(found['weight'], reward_model.value_head.weight) and found['bias'].tolist() == [-0.5]
 
 
 def test_a_critic_from_a_reward_model_values_the_end_at_its_score():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import math
 import os
 import resource
 import runpy
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -179,6 +181,35 @@ def test_freed_blocks_are_used_again_unless_the_user_has_settings_of_their_own()
         pytest.skip('this C library has no mallopt')
     assert count < 2000  # 65536 if memory is returned to the kernel in between
     assert not with_the_users and given_back > 10 * count
+
+
+def growth(limited: bool) -> float:
+    """Returns by how many MiB the process grew at most. Each of 16 rounds uses 100 MiB in blocks that are larger than
+    the gaps which the rounds before it left."""
+    for name in [n for n in os.environ if n.startswith(('MALLOC_', 'GLIBC_', 'LD_PRELOAD'))]:
+        del os.environ[name]
+    if not limited:
+        machine._limit_freed_memory = lambda trim: None
+    if not machine.keep_freed_memory():
+        return math.nan
+    pages, kept = [machine._resident_pages()], []
+    for size in range(8, 24):
+        blocks = []
+        for _ in range(100 // size):
+            blocks.append(torch.ones(size << 18))
+            kept.append(torch.ones(1 << 10))
+        pages.append(machine._resident_pages())
+        del blocks
+        time.sleep(2.5 * machine.TRIM_INTERVAL_S)
+    return (max(pages) - pages[0]) * resource.getpagesize() / 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='malloc_trim is of glibc')
+def test_freed_blocks_that_nothing_fits_into_do_not_accumulate():
+    [limited], [unlimited] = (run_distributed(growth, 1, choice) for choice in (True, False))
+    if math.isnan(limited):
+        pytest.skip('this C library has no malloc_trim')
+    assert 90 < limited < unlimited / 2
 
 
 def test_one_function_says_it_at_the_installation_in_processes_and_in_the_record_of_a_run(nvidia_smi, monkeypatch):

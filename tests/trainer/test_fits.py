@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import sequence, trained, vowels
-from transformers import AutoModelForCausalLM, LEDConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, LEDConfig, MixtralConfig, RobertaConfig, RobertaModel
 
 from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.runs import SFTRun
@@ -67,6 +67,48 @@ def test_prompt_and_response_of_an_encoder_decoder_have_separate_positions():
     for encoder, decoder in ((40, 300), (300, 40)):  # the smaller of two limits counts
         config = LEDConfig(max_encoder_position_embeddings=encoder, max_decoder_position_embeddings=decoder)
         assert position_limit(config) == 40
+
+
+def test_positions_that_begin_after_the_padding_token():
+    config = RobertaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=18,
+    )
+    model = RobertaModel(config)
+    limit = position_limit(config)
+    model(torch.full((1, limit), 5))
+    with pytest.raises((IndexError, RuntimeError), match='out of'):
+        model(torch.full((1, limit + 1), 5))
+
+
+@pytest.mark.parametrize('role', ['critic', 'initial_model', 'reward_model'])
+def test_a_model_with_fewer_positions_than_the_policys_responses_is_named(role):
+    strategy = NaiveStrategy(seed=5)
+    wide, narrow = (tiny_config('gpt2', vocab_size=16, hidden=16, positions=n) for n in (32, 4))
+    config = {name: narrow if name == role else wide for name in ('critic', 'initial_model', 'reward_model')}
+    actor, optim = trained(strategy, GPTActor(config=wide))
+    critic, critic_optim = trained(strategy, GPTCritic(config=config['critic']))
+    initial, reward = strategy.prepare(GPTActor(config=config['initial_model']), GPTRM(config=config['reward_model']))
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        critic,
+        reward,
+        initial,
+        optim,
+        critic_optim,
+        max_new_tokens=6,
+        pad_token_id=0,
+        eos_token_id=None,
+        experience_batch_size=1,
+        train_batch_size=1,
+    )
+    with pytest.raises(ValueError, match=rf"^{role}: sample\[0\] has 8 tokens, more than the model's 4 positions"):
+        trainer.fit([torch.tensor([3, 4])], num_episodes=1, max_timesteps=1, update_timesteps=1)
 
 
 REFUSED = r'mixtral has output_router_logits=True, .*router_aux_loss_coef=0.25. is not added here; set'

@@ -12,7 +12,10 @@ from tiny_runs import SMALL, check_resume, close, near, offline, sequence
 from transformers import GPT2LMHeadModel
 
 from chatgpt.data import TokenizedLabelled
-from chatgpt.nn import ILQLModel
+from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.models import build_model
+from chatgpt.launch.runs import run_class
+from chatgpt.nn import ILQLModel, initial_tensors
 from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
@@ -257,6 +260,13 @@ def test_the_folder_has_policy_and_heads(tmp_path):
     assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / 'm').config.vocab_size == VOCAB
     assert len(again.q_heads) == 2
+    with torch.device('meta'):
+        sharded = ILQLModel.from_pretrained(tmp_path / 'm')
+    later = dict(initial_tensors(sharded))
+    assert all(torch.equal(later[n], p) for n, p in net.named_parameters())
+    run: Any = run_class('ilql')(pretrain=str(tmp_path / 'm'), dataset='unused')
+    built = build_model(Inputs(run=run, settings=run.config(), tokenizer=None, model=run.pretrain), 'ILQLModel')
+    assert all(map(torch.equal, built.q_heads.parameters(), net.q_heads.parameters()))
 
 
 def test_data_without_rewards_and_rewards_that_do_not_fit():

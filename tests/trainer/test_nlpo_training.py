@@ -9,8 +9,10 @@ import pytest
 import torch
 from tiny_runs import PROMPTS, check_resume, close, fit, ppo
 
+from chatgpt.nn.heads import CategoricalHead
 from chatgpt.rollout import HFEngine
 from chatgpt.strategies import NaiveStrategy
+from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.callbacks import Callback
 
 
@@ -70,6 +72,17 @@ def test_the_mask_policy_is_updated_at_intervals_and_after_a_resume(tmp_path):
     first: list[Any] = []
     check_resume(make, tmp_path, 1, partial(fit, phases=4))
     assert same[:4] == [(True, False), (False, True), (False, False), (False, True)]
+
+
+def test_a_shared_critic_of_bins():
+    bins = {'bins': 5, 'low': -1.0, 'high': 1.0}
+    trainer = nlpo(
+        advantage_estimator='gae',
+        value_head=CategoricalHead(tiny_config('gpt2').n_embd, **bins),
+        critic_loss='categorical',
+        critic_loss_settings=bins,
+    )
+    assert fit(trainer, 1).log.phases[0]['ppo/value_loss'] > 0
 
 
 def test_a_mask_of_all_tokens_has_no_effect():

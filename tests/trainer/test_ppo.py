@@ -114,6 +114,7 @@ def test_step_refuses():
         ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
         ({'responses': [torch.tensor([4, VOCAB, 6])]}, '^step: response 0 has the token id 16, outside of the vocab'),
         ({'queries': [torch.tensor([3, -1])]}, '^step: query 0 has the token id -1'),
+        ({'queries': [torch.tensor([3] * 40)]}, r"^actor: sample\[0\] has 43 tokens, more than the model's"),
         ({'response_masks': [torch.tensor([True])]}, r'response_masks\[0\] has 1 entries for 3 tokens'),
     ):
         with pytest.raises(ValueError, match=message):

@@ -19,7 +19,8 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, RewardModelConfig, SimPOTrainer
 from chatgpt.trainer.experience.reference import Reference
-from chatgpt.trainer.objectives.pairs import pairs_of
+from chatgpt.trainer.objectives.kto import LabelledAnswer, answers_of
+from chatgpt.trainer.objectives.pairs import Pair, pairs_of
 from chatgpt.trainer.objectives.reward_model import PairwiseObjective
 from chatgpt.types import Sequence
 
@@ -140,6 +141,68 @@ def test_kto_by_hand(precompute):
     assert seen['kto/kl'] == pytest.approx(z0, rel=1e-3, abs=1e-6)
 
 
+def test_kto_pairs_answers_with_prompts_that_fit_together():
+    """A long prompt is cut on the left where it is paired with a long answer."""
+    records = [
+        TokenizedLabelled(sequence=sequence([3] * prompt, [5] * answer), label=label)
+        for prompt, answer, label in ((12, 4, True), (3, 13, False))
+    ]
+    torch.manual_seed(5)
+    strategy, actor = NaiveStrategy(seed=5, device='cpu'), GPTActor(config=tiny_config('gpt2', **SMALL | {'positions': 16}))
+    seen = []
+    trainer = offline(KTOTrainer, strategy, actor, records, initial_model=strategy.prepare(deepcopy(actor)))
+    own = trainer.model.forward
+    trainer.model.forward = lambda batch, **kw: (seen.append(batch), own(batch, **kw))[1]
+    trainer.objective._reference_point(trainer.train_data)
+    lengths = {len(ids) for batch in seen for ids in (batch.position_ids + 1).max(-1, keepdim=True)[0]}
+    trainer.fit()
+    assert lengths and trainer.log.phases[0]['kto/loss'] > 0
+
+
+def test_kto_labels_the_best_answers_good_and_counts_each_once():
+    a, b = torch.tensor([5, 2]), torch.tensor([6, 2])
+
+    def labels(responses: list[Any], scores: tuple[float, ...] | None) -> list[bool]:
+        masks = [torch.ones(len(r), dtype=torch.bool) for r in responses]
+        record = TokenizedPreference(
+            prompt_ids=torch.tensor([3]), responses=responses, response_masks=masks, scores=scores
+        )
+        return [answer.is_desirable for answer in answers_of(record)]
+
+    assert labels([a, b], None) == [True, False]
+    assert labels([a, b, torch.tensor([7, 2])], (1.0, 1.0, 0.0)) == [True, True, False]
+    assert labels([a, b, b], (1.0, 0.0, 0.0)) == [True, False]
+    assert labels([a, a, b], (1.0, 0.5, 0.0)) == [True, False]
+    assert labels([a, b], (1.0, 1.0)) == [] == labels([a, a], (1.0, 0.0))
+
+
+def test_kto_rewards_are_means_over_the_batches_that_have_such_answers():
+    records = [TokenizedLabelled(sequence=sequence([3 + i], [5 + i, 6, 2]), label=i > 0) for i in range(6)]
+    trainer = make('kto', records, shuffle=False, moved=True, train_batch_size=2, max_epochs=1, lr=1e-12)
+    want = trainer.evaluate(records)
+    trainer.fit()
+    seen = trainer.log.phases[0]  # the bad answer is in the first of three batches
+    assert want['reward_rejected'] != 0
+    assert seen['kto/reward_rejected'] == pytest.approx(want['reward_rejected'], rel=1e-4)
+    assert seen['kto/margin'] == pytest.approx(seen['kto/reward_chosen'] - seen['kto/reward_rejected'], rel=1e-4)
+
+
+@pytest.mark.parametrize('kind', ['dpo', 'kto'])
+def test_the_references_log_probs_do_not_stay_in_the_callers_records(kind):
+    chosen, rejected = sequence([3], [5, 2]), sequence([3], [6, 2])
+    if kind == 'kto':
+        answers = [(chosen, True), (rejected, False)]
+        records: list[Any] = [LabelledAnswer(sequence=s, is_desirable=good) for s, good in answers]
+    else:
+        records = [Pair(chosen=chosen, rejected=rejected, ref_chosen=-3.0)]  # half a pair is computed as well
+    make(kind, records, moved=True).fit()
+    if kind == 'kto':
+        assert [r.ref_logp for r in records] == [None, None]
+    else:
+        assert (records[0].ref_chosen, records[0].ref_rejected) == (-3.0, None)
+        assert make(kind, records).evaluate(records)['margin'] == pytest.approx(0.0, abs=1e-5)
+
+
 @pytest.mark.parametrize(('kind', 'lora'), [('dpo', 0), ('kto', 2), ('orpo', 0), ('simpo', 2)])
 def test_it_learns_and_improves_on_eval_data(kind, lora):
     trainer = make(kind, data(16), data(8), max_epochs=5, lr=2e-2, lora=lora)
@@ -155,7 +218,7 @@ def test_the_reference_is_the_adapter_off_model():
     trainer = make('dpo', data(4), lora=2, moved=True, shuffle=False, dropout=0.3)
     bare = trainer.strategy.unwrap(trainer.model)
     bare.train()  # the policy has dropout, the reference none
-    trainer.evaluate(trainer.train_data)
+    trainer.objective.prepare(trainer.train_data)
     assert bare.training
     with bare.adapter_disabled():
         want = [sum(logp(bare, p.chosen)) for p in trainer.train_data]

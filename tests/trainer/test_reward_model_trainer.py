@@ -153,6 +153,7 @@ PAIRS = [preference([3], [5], [6])]
         ([*PAIRS, labelled([5], 1)], {}, 'record 1 is a TokenizedLabelled among TokenizedPreferences'),
         ([labelled([5], 'blue')], {}, "label 'blue' is neither a success nor a failure; say which.* positive_label"),
         (PAIRS, {'use_margins': True}, 'record 0 has no scores'),
+        ([labelled([5], 1)], {'loss_fn': 'log_exp'}, "loss_fn='log_exp' is of pairs of responses"),
         (PAIRS, {'loss_fn': 'mse'}, "loss_fn='mse'"),
         (PAIRS, {'use_margins': True, 'loss_fn': 'log_exp'}, 'the log-exp form has no margin'),
         (PAIRS, {'early_stopping_patience': 2}, 'early_stopping_patience needs eval_data'),

@@ -98,7 +98,7 @@ def ppo(
     critic: bool | None = None,
     lora_rank: int = 0,
     num_layers_unfrozen: int | None = None,
-    value_head: bool = False,
+    value_head: Any = False,
     head_scale: float = 1.0,
     **settings: Any,
 ) -> Any:
@@ -111,7 +111,7 @@ def ppo(
         critic = not value_head and settings.get('advantage_estimator', 'gae') in ('gae', 'a2c')
     own = {'num_layers_unfrozen': num_layers_unfrozen} if num_layers_unfrozen else {}
     with strategy.model_init_context():
-        actor = AutoActor(config=config, lora_rank=lora_rank, value_head=True if value_head else None, **own)
+        actor = AutoActor(config=config, lora_rank=lora_rank, value_head=value_head or None, **own)
         if head_scale != 1.0:
             with torch.no_grad():
                 actor.model.lm_head.weight.mul_(head_scale)

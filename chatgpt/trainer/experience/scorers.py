@@ -58,7 +58,8 @@ class RewardModelScorer:
             but a begin token if the tokenizer adds one, and the end token of a response that ended.
             `formats.note_model` marks the tokenizer of an encoder-decoder.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
-        max_length: longest sequence of the reward model; longer ones are cut on the left. Only with `tokenizer`.
+        max_length: longest sequence of the reward model; longer ones are cut on the left. Only with `tokenizer`. A
+            trainer takes the model's positions if it is None.
         packing: compute without padding if the model supports it.
     """
 
@@ -101,12 +102,12 @@ class RewardModelScorer:
         return scores
 
 
-def models_of(scorer: Scorer | None) -> list[nn.Module]:
-    """Returns the reward models in a scorer of this module."""
+def with_reward_model(scorer: Scorer | None) -> list[RewardModelScorer]:
+    """Returns the scorers with a reward model, of this one or in it."""
     if isinstance(scorer, RewardModelScorer):
-        return [scorer.model]
+        return [scorer]
     if isinstance(scorer, WeightedScorer):
-        return [model for _, inner in scorer.weighted for model in models_of(inner)]
+        return [found for _, inner in scorer.weighted for found in with_reward_model(inner)]
     return []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.functional.preference import kto_loss
+from chatgpt.nn.layouts import remaining_positions
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import KTOConfig
@@ -53,12 +54,12 @@ class KTOObjective(Objective):
         records: list[LabelledAnswer] = []
         for record in data:
             if isinstance(record, LabelledAnswer):
-                records.append(record)
+                records.append(replace(record))  # `prepare` fills it in, for this reference
             elif isinstance(record, TokenizedLabelled):
                 good = is_success(record.label, self.config.positive_label)
                 records.append(LabelledAnswer(sequence=record.sequence, is_desirable=good))
             elif isinstance(record, TokenizedPreference):
-                records += [LabelledAnswer(sequence=s, is_desirable=i == 0) for i, s in enumerate(record.sequences())]
+                records += answers_of(record)
             elif isinstance(record, Pair):
                 records.append(LabelledAnswer(sequence=record.chosen, is_desirable=True))
                 records.append(LabelledAnswer(sequence=record.rejected, is_desirable=False))
@@ -105,10 +106,11 @@ class KTOObjective(Objective):
     @torch.no_grad()
     def _reference_point(self, records: list[LabelledAnswer]) -> float:
         """Returns z0 = max(0, mean of log π − log π_ref over answers paired with another prompt), over all ranks."""
-        crossed = [
-            Sequence(prompt_ids=other, response_ids=r.sequence.response_ids, response_mask=r.sequence.response_mask)
-            for r, other in zip(records, self._other_prompts(records), strict=True)
-        ]
+        config, crossed = self.reference_model.bare.model.config, []
+        for r, other in zip(records, self._other_prompts(records), strict=True):
+            room = remaining_positions(config, len(r.sequence.response_ids))
+            cut = 0 if room is None else max(len(other) - max(room, 1), 0)  # each fits with its own prompt
+            crossed.append(replace(r.sequence, prompt_ids=other[cut:]))
 
         def log_ratios(batch: Batch) -> Tensor:
             reference = self.reference_model.sums(batch)
@@ -146,8 +148,8 @@ class KTOObjective(Objective):
         rewards = c.beta * (logps - reference).detach() * mask
         metrics: Metrics = {
             'loss': Mean(total, count),
-            'reward_chosen': Mean(rewards[batch.columns['good']].sum(), (mask & desirable).sum()),
-            'reward_rejected': Mean(rewards[batch.columns['bad']].sum(), (mask & ~desirable).sum()),
+            'reward_chosen': Mean(rewards[batch.columns['good']].sum(), (mask & desirable).sum(), of_some=True),
+            'reward_rejected': Mean(rewards[batch.columns['bad']].sum(), (mask & ~desirable).sum(), of_some=True),
             'kl': Mean((count.double() * z0).float(), count),
         }
         return total / batch.totals['weight'], metrics
@@ -156,6 +158,15 @@ class KTOObjective(Objective):
         if 'reward_chosen' not in metrics or 'reward_rejected' not in metrics:
             return {}
         return {'margin': metrics['reward_chosen'] - metrics['reward_rejected']}
+
+
+def answers_of(record: TokenizedPreference) -> list[LabelledAnswer]:
+    """Returns a preference's answers: those of the highest rank as desirable, the others as undesirable. None without a
+    difference in rank; a repeated answer counts once."""
+    if not record.has_pair:
+        return []
+    ranked = zip(record.ranks(), record.sequences(), strict=True)
+    return [LabelledAnswer(sequence=s, is_desirable=rank == 0) for rank, s in ranked if rank is not None]
 
 
 def check_both_kinds(source: Any, desirable: Iterable[bool]) -> None:
@@ -183,7 +194,7 @@ class KTOTrainer(OfflineTrainer):
     nats).
 
     Args:
-        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, with the best answer as
+        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, with the best answers as
             desirable and the others as undesirable.
         options: as for `DPOTrainer`, with the fields of `KTOConfig`.
     """

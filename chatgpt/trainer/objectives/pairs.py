@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -48,7 +48,7 @@ def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
     pairs: list[Pair] = []
     for record in records:
         if isinstance(record, Pair):
-            pairs.append(record)
+            pairs.append(replace(record))  # `prepare` fills it in, for this reference
             continue
         ranked = [
             (rank, answer) for rank, answer in zip(record.ranks(), record.sequences(), strict=True) if rank is not None
@@ -117,7 +117,7 @@ class PairObjective(Objective):
         return pairs
 
     def prepare(self, records: list[Pair]) -> None:
-        todo = [pair for pair in records if pair.ref_chosen is None]
+        todo = [pair for pair in records if None in (pair.ref_chosen, pair.ref_rejected)]
         if todo and self.reference is not None and self.reference.precomputes:
             values = self.reference.of([s for pair in todo for s in (pair.chosen, pair.rejected)])
             for pair, chosen, rejected in zip(todo, values[::2], values[1::2], strict=True):
