@@ -68,7 +68,7 @@ def setup_of(inputs: Inputs) -> Setup:
     return Setup.of(
         run,
         reward_config=reward,
-        critic_config=inputs.critic_config,
+        critic_config=inputs.critic_config or (reward if critic_is_reward_model(inputs) else None),
         critic=run.critic if run.estimator.needs_values else 'none',
         own_reference=not run.reference_in_actor,
         rollouts_elsewhere=run.rollout_workers > 0,
@@ -77,6 +77,14 @@ def setup_of(inputs: Inputs) -> Setup:
         max_new_tokens=run.max_new_tokens or 64,
         **others,
     )
+
+
+def critic_is_reward_model(inputs: Inputs) -> bool:
+    """Returns True if a critic starts from a copy of the reward model, as far as its config tells."""
+    run = inputs.run
+    assert isinstance(run, PPORun)
+    own = run.estimator.needs_values and run.critic == 'own' and run.critic_from == 'reward_model'
+    return own and bool(run.reward_model) and inputs.reward_tokenizer is None
 
 
 def shared_tokens(sequences: Iterable[torch.Tensor]) -> int:

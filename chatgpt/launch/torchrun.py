@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -139,6 +140,9 @@ def main() -> None:
         rank, failure = error.get_first_failure()
         print(f'[launch] rank {rank} {_ending(failure.exitcode)}; giving up', file=sys.stderr, flush=True)
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
+    finally:
+        if marker := os.environ.get(REPORT_MARKER):
+            shutil.rmtree(Path(marker).parent, ignore_errors=True)
 
 
 def _end_at_mistakes() -> None:

@@ -18,6 +18,10 @@ from chatgpt.types import Batch
 T = TypeVar('T')
 
 
+SWEEP_TOKENS = 16384
+"""padded tokens of a forward without gradients, unless `max_tokens_per_batch` is set"""
+
+
 class Communicator(Protocol):
     """The part of a strategy that this module uses."""
 

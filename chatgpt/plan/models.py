@@ -268,15 +268,18 @@ def faked(model: nn.Module) -> Iterator[Any]:
 
     Two checks of values in transformers are replaced: it detects several sequences in one row by their positions, and
     makes a mask if it cannot read these; the rows of `batch_of` hold one sequence each, without a mask in a run. OPT of
-    transformers 5.17 makes a mask of ones and checks whether all of it is ones.
+    transformers 5.17 makes a mask of ones and checks whether all of it is ones. Experts are multiplied one by one:
+    torch's grouped product takes other dtypes without data than with it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
+    from transformers.integrations import moe
 
     made: dict[int, Any] = {}
     one_per_row = mock.patch.object(masking_utils, 'find_packed_sequence_indices', lambda position_ids: None)
     all_real = mock.patch.object(masking_utils, 'fast_all', lambda mask: True, create=True)
-    with one_per_row, all_real, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    one_by_one = mock.patch.object(moe, '_can_use_grouped_mm', lambda *args, **kwargs: False, create=True)
+    with one_per_row, all_real, one_by_one, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         owner: Any
         for owner in model.modules():
             if hasattr(owner, 'layerdrop'):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from chatgpt.nn.sweep import SWEEP_TOKENS
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
 from chatgpt.strategies.memory import Memory, ModelSize, ParameterSize
@@ -340,10 +341,11 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
         if n != 'actor' or setup.kl and not setup.has_initial_model
     ]
     for name, (size, config) in scoring:
-        kind = _KINDS.get(name, name)
-        work.append(
-            (models.scoring_bytes(kind, config, setup, rows), setup.memory_model.gathered(size, setup, backward=False))
-        )
+        kind, at_once = _KINDS.get(name, name), rows
+        if name == 'reward model' and setup.max_tokens_per_batch is None:
+            at_once = max(1, min(rows, SWEEP_TOKENS // (setup.max_prompt_tokens + setup.max_new_tokens)))
+        activations = models.scoring_bytes(kind, config, setup, at_once)
+        work.append((activations, setup.memory_model.gathered(size, setup, backward=False)))
     if work:
         activations, whole = max(work, key=sum)
         memory.add('activations', activations)

@@ -170,9 +170,12 @@ def gathered_state(
         whole: full tensors by name; collective, so it is exhausted on every rank.
     """
     full: dict[str, Tensor] = {}
-    if strategy.is_rank_0:
+
+    def create() -> None:
         kinds = {n: (tuple(t.shape), torch.float32 if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
-        full = MappedTensors(kinds, folder).tensors
+        full.update(MappedTensors(kinds, folder).tensors)
+
+    strategy.run_on_rank0(create)
     for name, value in whole:
         if strategy.is_rank_0:
             full[name].copy_(value)

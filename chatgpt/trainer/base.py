@@ -98,7 +98,7 @@ class Trainer:
         """by model, checksums of the weights that its checkpoints do not hold; None: they hold all. {} is set by a run
         that builds its models from names alone, as its resume does again"""
         self.steps = Steps()
-        self._clean: tuple[dict[str, Any], int] | None = None
+        self._clean: tuple[dict[str, Any], int, dict[str, torch.Tensor]] | None = None
         """state and finished steps at the end of the last phase of this `fit`"""
         self._standing: tuple[Path, int, int] | None = None
         """the checkpoint last written or loaded, with its phase and finished steps"""
@@ -250,13 +250,17 @@ class Trainer:
         return self._standing[0] if (self._standing[0] / MANIFEST).is_file() else None
 
     def put_back(self) -> bool:
-        """Restores the counters of the end of the last phase. Returns False if an optimizer has stepped since then."""
+        """Restores the counters of the end of the last phase, and the generators; returns False if an optimizer has
+        stepped since then."""
         if self._clean is None:
             return True
-        state, steps = self._clean
+        state, steps, generators = self._clean
         self.load_state_dict(state)
         self.is_resuming = False
-        return self.steps.done == steps
+        if self.steps.done != steps:
+            return False
+        checkpointing.set_generator_states(generators)
+        return True
 
     def save_pretrained(
         self,
@@ -344,7 +348,8 @@ class Trainer:
                 self._note_clean()
                 self.callbacks.on_fit_start(self)
                 yield
-                if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
+                self._signals.agree(self.strategy)
+                if self._signals.received is not None and self.run_dir is not None:
                     path = self.save_checkpoint()
                     if self.strategy.is_rank_0:
                         print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
@@ -424,4 +429,4 @@ class Trainer:
         self.clock.reset()
 
     def _note_clean(self) -> None:
-        self._clean = deepcopy(self.state_dict()), self.steps.done
+        self._clean = deepcopy(self.state_dict()), self.steps.done, checkpointing.generator_states()

@@ -47,6 +47,7 @@ from chatgpt.strategies.checkpoint import (
     CheckpointWriter,
     Piece,
     TensorReader,
+    claim_folder,
     latest,
     list_checkpoints,
     pieces_of,
@@ -137,7 +138,8 @@ def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
     if trainer.left_out is None:
         return {}
     model = trainer.models()[name]
-    names = set(reloaded_names(trainer.strategy.unwrap(model)))
+    # A model without an optimizer may be one that is overwritten in training.
+    names = set(reloaded_names(trainer.strategy.unwrap(model))) if name in trainer.optimizers() else set()
     if name not in trainer.left_out:
         trainer.left_out[name] = _checksums(trainer.strategy, model, names)
     elif not names.issuperset(trainer.left_out[name]):  # some are trained since
@@ -300,7 +302,8 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
             raise ValueError("resume 'auto' needs a run_dir to look in")
         if not root.is_dir():
             return None
-        recover(root)
+        with claim_folder(root.parent):  # unfinished checkpoints may be of a run that is writing them
+            recover(root)
         return latest(root)
     path = Path(path)
     if not path.is_dir():

@@ -21,7 +21,7 @@ from chatgpt.strategies.ranks import Ranks
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.schedule import FitPlan
-from chatgpt.types import Experience, Sequence
+from chatgpt.types import Experience, Sequence, tensors_to
 
 GROUP = 'critic_warmup'
 """name of the kept rollouts in a checkpoint"""
@@ -78,8 +78,10 @@ class CriticCourse(Callback):
         return {'ppo/num_critic_updates': float(self.num_updates), 'ppo/critic_warmup': warms_up}
 
     def targets(self, experiences: SequenceOf[Experience]) -> list[ValueTarget]:
-        """Returns the kept rollouts, followed by those of this phase."""
-        return [*self.kept, *map(ValueTarget.of, experiences)]
+        """Returns the kept rollouts, followed by those of this phase, all on the device of these."""
+        new = [ValueTarget.of(e) for e in experiences]
+        device = next((t.values.device for t in new if not t.values.is_meta), None)
+        return [*(self.kept if device is None else (tensors_to(t, device) for t in self.kept)), *new]
 
     def keep(self, experiences: SequenceOf[Experience], phase: int) -> None:
         """Ends learning phase number `phase`, counted from 1: keeps its rollouts for the next one of the warm-up, or

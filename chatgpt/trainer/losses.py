@@ -42,7 +42,7 @@ def experience_totals(
 ) -> dict[str, float]:
     """Returns the divisors of the losses of a train batch. `max_new_tokens` is the constant length of Dr. GRPO."""
     masks = [r.response_mask for r in records]
-    rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
+    rows = torch.cat([torch.full((len(m),), i, device=m.device) for i, m in enumerate(masks)])
     count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
     totals: dict[str, float] = {'tokens': max(sum(int(m.sum()) for m in masks), 1), 'policy': max(count, 1)}
     if config.positive_coef:

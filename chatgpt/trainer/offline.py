@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.tokenize import warn_of_bare_prompt
-from chatgpt.nn.sweep import Communicator, sweep
+from chatgpt.nn.sweep import SWEEP_TOKENS, Communicator, sweep
 from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
@@ -33,9 +33,6 @@ from chatgpt.trainer.objectives.config import SupervisedConfig
 from chatgpt.trainer.schedule import permutation, uneven_steps
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.types import Batch, Sequence
-
-SWEEP_TOKENS = 16384
-"""padded tokens of a forward without gradients, unless `max_tokens_per_batch` is set"""
 
 
 def mean_over(

@@ -220,6 +220,7 @@ class PPOTrainer(Stepwise):
         """
         plan = FitPlan.of(num_episodes=num_episodes, max_timesteps=max_timesteps, update_timesteps=update_timesteps)
         self.set_prompts(prompts)
+        self.buffer.clear()  # a phase that an exception ended is collected again
         self.collector.set_plan(plan, resume=self.is_resuming)
         num_phases = self.phase + len(self.collector.phases())
         first_phase = num_phases - len(plan.ends)

@@ -184,13 +184,14 @@ class RFTTrainer(OfflineTrainer):
         """Runs `num_rounds` rounds. After `load_checkpoint` it continues with the next one."""
         c = self.config
         self.is_resuming = False
-        with self.running(num_phases=None):
+        with self.running(num_phases=self.phase + c.num_rounds - self.round):
             while self.round < c.num_rounds and not self.stop_agreed():
                 self.train_data = self.chosen(self.round)
                 if self.train_data:
                     self._learn_round()
                 else:
                     self.round += 1
+                    self.num_phases = None if self.num_phases is None else self.num_phases - 1
                     self.warn(
                         f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
                     )

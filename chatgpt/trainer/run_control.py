@@ -55,6 +55,13 @@ class StopSignals:
             signal.signal(signum, handler)
         self._old.clear()
 
+    def agree(self, strategy: Strategy) -> None:
+        """Gives every rank the signal that one of them has received. A collective."""
+        if strategy.processes.world_size > 1:
+            own = torch.tensor(float(self.received or 0), device=strategy.device)
+            number = int(strategy.all_reduce(own, op='max').item())
+            self.received = signal.Signals(number) if number else None
+
     def raise_received(self) -> None:
         """Ends the process as the signal does: KeyboardInterrupt, or exit code 128 + its number."""
         if self.received is signal.SIGINT:

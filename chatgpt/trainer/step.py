@@ -129,10 +129,15 @@ def learn_batch(
     stats, steps, moved = BatchStats(), steps or Steps(), False
     trained = {id(learner.optimizer): learner for w in work for learner in w.learners}
     losses: list[tuple[Tensor, list[Any]]] = []
-    for number, forwards in _rounds(strategy, work, max_tokens):
-        if draws is not None:
-            torch.manual_seed(seed_for(*draws, number))
-        losses += _accumulate(strategy, forwards, stats, pin_memory)
+    try:
+        for number, forwards in _rounds(strategy, work, max_tokens):
+            if draws is not None:
+                torch.manual_seed(seed_for(*draws, number))
+            losses += _accumulate(strategy, forwards, stats, pin_memory)
+    except BaseException:
+        for learner in trained.values():  # a later call must not add to them
+            strategy.discard_gradients(learner.optimizer)
+        raise
     reduced = stats.reduced(strategy)
     is_finite = math.isfinite(reduced.pop('loss_sum'))
     if not is_finite or (veto is not None and veto(reduced)):

@@ -74,6 +74,12 @@ def parser() -> Parser:
     return out
 
 
+def _is_set(args: Any, name: str) -> bool:
+    from chatgpt.launch.runs import EpisodeSettings
+
+    return bool(getattr(args, name) != getattr(EpisodeSettings, name))
+
+
 RULES = [
     Rule(lambda s: not s.environment and s.input is None, 'give a file of prompts, or --environment NAME'),
     Rule(
@@ -87,6 +93,14 @@ RULES = [
         )
         for name in ('environment_options', 'episodes', 'max_turn_tokens')
     ),
+    *(
+        Rule(
+            lambda s, name=name: not s.environment and _is_set(s, name),  # type: ignore[misc]
+            f'--{name} is about an environment, and there is none: give --environment',
+        )
+        for name in ('max_turns', 'step_timeout_s')
+    ),
+    Rule(lambda s: s.num_rows < 0, '--num_rows {s.num_rows} must not be negative'),
     Rule(
         lambda s: s.reward_fn and s.reward_model,
         'give --reward_fn or --reward_model, not both; without either the environment scores',
@@ -164,10 +178,12 @@ def main() -> None:
     if args.environment is not None and (args.reward_fn or args.reward_model):
         print(f"scored by {args.reward_fn or args.reward_model} in place of the environment's rewards", file=sys.stderr)
     with output_file(args) as output, strategy_of(args) as strategy:
+        actor = strategy.prepare(load_actor(args, strategy))
+        most = args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening)
         reward = function or EnvironmentScorer()
         if args.reward_model is not None:  # its tokenizer may differ from the policy's
-            reward = reward_model_of(args, strategy, tokenizer)
-        actor = strategy.prepare(load_actor(args, strategy))
+            longest = max([opening, *(len(prompts[i].ids) for i in range(len(prompts or ())))])
+            reward = reward_model_of(args, strategy, tokenizer, longest, most)
         sampling = {} if args.temperature is None else {'do_sample': True, 'temperature': args.temperature}
         evaluation = PromptEvaluation(
             prompts,
@@ -177,7 +193,7 @@ def main() -> None:
             seed=args.seed,
             environment=environment,
             environment_settings=settings,
-            max_new_tokens=args.max_new_tokens or default_new_tokens(strategy.unwrap(actor).config, prompts, opening),
+            max_new_tokens=most,
             stop_strings=args.stop_string,
             **sampling,
         )

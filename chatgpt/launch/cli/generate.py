@@ -323,7 +323,10 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     from chatgpt.rollout.registry import engine_for
     from chatgpt.rollout.stop import write_texts
 
-    scorer = reward_model_of(args, strategy, tokenizer) if args.reward_model else None
+    scorer = None
+    if args.reward_model:
+        longest = max(len(prompt.ids) for prompt in prompts)
+        scorer = reward_model_of(args, strategy, tokenizer, longest, sampling.room(longest))
 
     def score(samples: list[Any]) -> list[float]:
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
@@ -349,14 +352,22 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     engine.end()
 
 
-def reward_model_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
-    """Returns the scorer of --reward_model; it scores texts if its tokenizer differs from the policy's."""
+def reward_model_of(args: Any, strategy: Any, tokenizer: Any, prompt_tokens: int, new_tokens: int) -> Any:
+    """Returns the scorer of --reward_model; it scores texts if its tokenizer differs from the policy's. With one
+    tokenizer, raises ValueError if prompts and responses of so many tokens do not fit in its context."""
+    from chatgpt.data.formats import is_for_encoder_decoder
     from chatgpt.launch.beside import reward_model_inputs
     from chatgpt.nn import RewardModel
     from chatgpt.trainer.experience.scorers import RewardModelScorer
 
     remote = args.trust_remote_code
     own, context = reward_model_inputs(args.reward_model, tokenizer, trust_remote_code=remote)
+    whole = max(prompt_tokens, new_tokens) if is_for_encoder_decoder(tokenizer) else prompt_tokens + new_tokens
+    if own is None and context is not None and whole > context:
+        raise ValueError(
+            f'the reward model {args.reward_model} reads {context} tokens, and prompts of up to {prompt_tokens} with '
+            f'responses of up to {new_tokens} do not fit: give shorter prompts, or a smaller --max_new_tokens'
+        )
     model = strategy.prepare(RewardModel.from_pretrained(args.reward_model, trust_remote_code=remote))
     return RewardModelScorer(model, tokenizer=own, max_length=context)
 
@@ -370,7 +381,7 @@ def output_file(args: Any) -> Any:
         raise ValueError(f'--output {path} is the file of --input: give another')
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, 'w')
+        return open(path, 'a')  # what is there is replaced when there is something to write
     except OSError as error:
         raise ValueError(f'cannot write --output {path}: {error.strerror}') from None
 
@@ -378,6 +389,8 @@ def output_file(args: Any) -> Any:
 def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     count = 0
     for row in rows:
+        if output is not None and not count:
+            output.truncate(0)
         count += 1
         if output is not None:
             output.write(json.dumps(row, ensure_ascii=False) + '\n')
@@ -443,9 +456,9 @@ def stream_reply(
     from chatgpt.rollout import stream_tokens
 
     ids = prompt_ids(text, tokenizer, templated=templated) or [tokenizer.bos_token_id]
-    num_positions = remaining_positions(policy.config, sampling.room(0))
-    if num_positions is not None:
-        num_positions = max(num_positions, 1)
+    limits = remaining_positions(policy.config, sampling.room(0)), sampling.max_length and sampling.max_length - 1
+    if found := [limit for limit in limits if limit is not None]:
+        num_positions = max(min(found), 1)
         ids = cut_left(ids, num_positions, tokenizer) if len(ids) > num_positions else ids  # drops the oldest tokens
     tokens: list[int] = []
     shown = whole = ''

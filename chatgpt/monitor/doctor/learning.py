@@ -408,12 +408,15 @@ def _of_model(h: History, name: str) -> Seen | None:
         return None
     times, top, usual = max(spikes)
     clip = h.setting('max_grad_norm')
-    rate = h.highest(f'{name.split("/")[0]}/lr', 0.0)
+    kind = 'critic_lr' if 'critic' in name and h.values(f'{name.split("/")[0]}/critic_lr') else 'lr'
+    rate = h.highest(f'{name.split("/")[0]}/{kind}', 0.0)
+    lower = f'max_grad_norm={2 * usual:.1g}, '
+    if clip:
+        lower = f'max_grad_norm from {clip:g} to {2 * usual:.1g}, ' if 2 * usual < clip else ''
     return Seen(
         f'{name} {top:.3g}, {times:.0f} times its usual {usual:.2g}; {len(spikes)} such of the last {WINDOW} phases',
         'a train batch of odd data (one very long or empty text, an extreme score), or a learning rate at the edge',
-        (f'max_grad_norm from {clip:g} to {min(clip, 2 * usual):.1g}' if clip else f'max_grad_norm={2 * usual:.1g}')
-        + f', lr from {rate:.1g} to {rate / 2:.1g}; look at the data of that phase',
+        f'{lower}{kind} from {rate:.1g} to {rate / 2:.1g}; look at the data of that phase',
     )
 
 

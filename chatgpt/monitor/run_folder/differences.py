@@ -63,6 +63,9 @@ def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
     common = sorted(set(recorded_phases(a.path)) & set(recorded_phases(b.path)))
     for phase in common:
         rows_a, rows_b = ({row['index']: row for row in run.rollouts([phase])} for run in (a, b))
+        for run, rows in ((a, rows_a), (b, rows_b)):
+            if not rows:
+                raise ValueError(f'{run.path}: the recorded rollouts of phase {phase} cannot be read')
         if rows_a.keys().isdisjoint(rows_b):
             first = min(rows_a, default=None), min(rows_b, default=None)
             none = Difference(phase, 'rollouts', 'the first sample', first, ', and no sample is in both')

@@ -41,11 +41,11 @@ class JsonLines:
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Appends records and syncs the file. On failure (a full disk) the file is truncated to its old length."""
         text = ''.join(json.dumps(json_safe(r), ensure_ascii=False, allow_nan=False) + '\n' for r in records)
-        with open(self.path, 'ab') as file:
-            before = file.tell()
+        with open(self.path, 'ab', buffering=0) as file:  # a buffer would be written on closing, after the truncation
+            before, rest = file.tell(), memoryview(text.encode('utf-8', SURROGATES))
             try:
-                file.write(text.encode('utf-8', SURROGATES))
-                file.flush()
+                while rest:
+                    rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
             except OSError:
                 os.truncate(self.path, before)

@@ -10,6 +10,7 @@ from pickle import UnpicklingError
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from chatgpt.strategies.checkpoint.layout import CheckpointError
@@ -38,8 +39,8 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_folder(path.parent)
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, 'strerror', None) or error
         raise CheckpointError(
             f'{path}: could not be written ({reason}); the file there, if any, is unchanged'
         ) from error

@@ -73,6 +73,8 @@ class SaveCheckpoint(Callback):
         self._saved_phase = trainer.phase  # phase 0 has nothing to save, and a resumed phase is saved already
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
+        if path.parent != (self.path or trainer.checkpoint_dir):
+            return  # another's
         if step_of(path) in (None, trainer.phase):
             self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
         else:  # written in the background

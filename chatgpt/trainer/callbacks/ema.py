@@ -118,20 +118,22 @@ class EMA(Callback):
         """
         strategy, model = trainer.strategy, trainer.models()[self._name(trainer)]
         scratch = Path(scratch)
-        for part, pieces in (('weights', list(self._own(trainer))), ('average', list(self._pieces.values()))):
-            write_checkpoint(
-                scratch / part,
-                {'': pieces},
-                meta={'kind': 'model'},
-                rank=strategy.processes.rank,
-                all_gather_object=strategy.processes.all_gather_object,
-            )
         try:
-            strategy.load_model(model, scratch / 'average')
-            yield
+            for part, pieces in (('weights', list(self._own(trainer))), ('average', list(self._pieces.values()))):
+                write_checkpoint(
+                    scratch / part,
+                    {'': pieces},
+                    meta={'kind': 'model'},
+                    rank=strategy.processes.rank,
+                    all_gather_object=strategy.processes.all_gather_object,
+                )
+            try:
+                strategy.load_model(model, scratch / 'average')
+                yield
+            finally:
+                strategy.load_model(model, scratch / 'weights')
+                strategy.barrier()  # another rank may still be reading
         finally:
-            strategy.load_model(model, scratch / 'weights')
-            strategy.barrier()  # another rank may still be reading
             strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
 
     def save_pretrained(self, trainer: TrainerView, path: str | Path) -> None:

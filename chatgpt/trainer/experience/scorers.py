@@ -26,7 +26,7 @@ from chatgpt.batching import collate
 from chatgpt.data.rewards.calling import call, check_call, describe_error, made, one_each, place_of
 from chatgpt.data.tokenize import tokenize_again
 from chatgpt.nn.records import fetched, lengths_only
-from chatgpt.nn.sweep import Communicator, cuts_of_own, gathered, read_back, sweep
+from chatgpt.nn.sweep import SWEEP_TOKENS, Communicator, cuts_of_own, gathered, read_back, sweep
 from chatgpt.types import Experience, Prompt, Sample, Sequence
 
 Score = float | Tensor
@@ -57,7 +57,7 @@ class RewardModelScorer:
             joined and tokenized again, by the rules of its training data (`chatgpt.data.tokenize`): no special token
             but a begin token if the tokenizer adds one, and the end token of a response that ended.
             `formats.note_model` marks the tokenizer of an encoder-decoder.
-        max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
+        max_tokens_per_batch: padded tokens of one forward; None: 16384.
         max_length: longest sequence of the reward model; longer ones are cut on the left. Only with `tokenizer`. A
             trainer takes the model's positions if it is None.
         packing: compute without padding if the model supports it.
@@ -88,7 +88,8 @@ class RewardModelScorer:
             ]
         scores: list[Score] = [math.nan] * len(sequences)
 
-        cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], self.max_tokens_per_batch)
+        limit = self.max_tokens_per_batch or SWEEP_TOKENS
+        cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], limit)
         with strategy.onload(self.model):
             done = [
                 *sweep(strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from chatgpt.data.tokenize import TokenizedPreference
 from chatgpt.functional import preference as losses
 from chatgpt.functional.losses import right_order, sequence_logprobs
+from chatgpt.nn.sweep import SWEEP_TOKENS
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import DPOConfig, ORPOConfig, ReferenceConfig, SimPOConfig
-from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
 from chatgpt.types import Batch, Sequence
 
 
