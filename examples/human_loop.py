@@ -76,7 +76,7 @@ def story_world(out: Path) -> tuple[str, str]:
     """Trains a policy on the language of the embedded world; returns its folder and a file of prompts."""
     prompts = out / 'prompts.jsonl'
     if not (out / 'sft' / 'actor' / 'config.json').is_file():
-        run(['sft', '--save_path', str(out / 'sft')])
+        run(['sft', '--save_path', str(out / 'sft'), '--resume=auto'])
     prompts.write_text(''.join(json.dumps(row) + '\n' for row in demo_world.demo_prompts(NUM_PROMPTS)))
     return str(prompts), str(out / 'sft' / 'actor')
 
@@ -105,10 +105,10 @@ def main() -> None:
         reward_model, actor = folder / 'reward_model', folder / 'ppo' / 'actor'
         if not (actor / 'config.json').is_file():
             judged = preferences(databases, folder / 'preferences.jsonl')
-            words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run')]
+            words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run'), '--resume=auto']
             run(['reward-model', str(judged), *words, '--model_path', str(reward_model), *of_reward_model])
             words = ['--pretrain', policy, '--reward_model', str(reward_model), '--save_path', str(folder / 'ppo')]
-            run(['ppo', prompts, *words, length, *of_ppo])
+            run(['ppo', prompts, *words, '--resume=auto', length, *of_ppo])
         databases.append(args.out / f'round-{number}.sqlite')
         words = ['--model', policy, '--model', str(actor), '--reward_model', str(reward_model)]
         ask([*words, '--db', str(databases[-1]), *asked], args.simulated)

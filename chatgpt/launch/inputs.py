@@ -273,6 +273,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.reward_model and inputs.reward_tokenizer is None:
         for name, subset in both.items():
             check_lengths(subset, inputs.reward_context, new, "the reward model's context", tokenizer, name)
+        _check_episodes(run, inputs, inputs.reward_context, "the reward model's context", 'another reward_model')
     read_critic(run, inputs)
     if run.ptx_data:
         texts, _ = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)
@@ -297,10 +298,16 @@ def read_critic(run: PPORun, inputs: Inputs) -> None:
     context, what = longest_side(inputs.critic_config), f'the context of the critic {source}'
     if inputs.environment is None:
         check_lengths(inputs.train, context, run.max_new_tokens or 0, what, inputs.tokenizer)
-    elif context is not None and inputs.longest_opening + (run.max_new_tokens or 0) > context:
+    _check_episodes(run, inputs, context, what, 'another critic_from')
+
+
+def _check_episodes(run: PPORun, inputs: Inputs, context: int | None, what: str, instead: str) -> None:
+    if inputs.environment is None or context is None:
+        return
+    if inputs.longest_opening + (run.max_new_tokens or 0) > context:
         raise ValueError(
             f'an episode takes up to {inputs.longest_opening} + {run.max_new_tokens} tokens, past {what} of {context}: '
-            'give fewer new tokens, or another critic_from'
+            f'give fewer new tokens, or {instead}'
         )
 
 

@@ -27,6 +27,7 @@ from chatgpt.data.rewards.calling import check_call, made
 from chatgpt.environments import find_environment
 from chatgpt.environments.transcript import choose_text_for
 from chatgpt.launch.arguments import hints_of
+from chatgpt.launch.beside import check_lengths
 from chatgpt.launch.config_values import collected, read_file, typed
 from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, longest_opening, read_config, read_critic, within_context
@@ -38,7 +39,7 @@ from chatgpt.monitor.run_folder import RunRecord
 from chatgpt.names import hint
 from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.loading import load_tokenizer
-from chatgpt.rollout.sampling import SamplingParams, generation_fields
+from chatgpt.rollout.sampling import DEFAULT_NEW_TOKENS, SamplingParams, generation_fields
 from chatgpt.strategies.checkpoint import latest
 from chatgpt.strategies.registry import STRATEGY_OPTIONS, as_strategy
 from chatgpt.trainer.callbacks import Callback, Evaluator
@@ -423,6 +424,13 @@ def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environ
     tokenizer = inputs.tokenizer
     inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
     adopt_turns(tokenizer, inputs.train)  # before the eval prompts can decide it
+    if inputs.train is not None and environment is None:
+        context, default = (
+            longest_side(inputs.config),
+            None if 'max_length' in inputs.generation else DEFAULT_NEW_TOKENS,
+        )
+        most = inputs.generation.get('max_new_tokens', default) or 0
+        check_lengths(inputs.train, context, most, 'the context', tokenizer)
     inputs.reward = made(reward_fn)
     check_columns(as_scorer(inputs.reward), inputs.train or ())
     if environment is not None:

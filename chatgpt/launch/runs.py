@@ -75,8 +75,8 @@ class StrategySettings(Settings):
     """use only deterministic algorithms of torch, so that a run repeats to the bit on a GPU; slower there
     (docs/strategies.md)"""
     reproducible: Literal['exact'] | None = None
-    """exact: the weights are the same to the last bit under naive, ddp and fsdp, on 1, 2, 4 or 8 processes of the same
-    machine; slower (docs/strategies.md)"""
+    """exact: the weights are the same to the last bit under naive, ddp, fsdp and ZeRO 1 and 2, on 1, 2, 4 or 8
+    processes of the same machine; slower (docs/strategies.md)"""
     atoms: int = 8
     """number of parts in which reproducible=exact computes every batch: a power of two, and the largest number of
     processes such a run can use"""
@@ -561,7 +561,7 @@ def policy_of(folder: str) -> str | None:
     return record.models.get('actor', {}).get('source') if record is not None else None
 
 
-NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
+NO_PLAN = '--plan knows PPO, SFT, reward models and critics; python -m chatgpt.plan CONFIG --task sft comes nearest'
 
 
 @dataclass(kw_only=True)

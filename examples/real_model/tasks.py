@@ -113,10 +113,10 @@ class Task:
 
     def learn(self, run: str, method: str, data: str, *words: str, start: str = '', metric: str = '') -> str:
         """Makes one run. Its held-out `metric` (default: `eval/score_mean`) becomes a row of the table. Returns the
-        folder of the model. A run that has ended in this folder is not repeated."""
+        folder of the model. A run that has ended in this folder is not repeated, and an interrupted one goes on."""
         folder, found = self.out / run, self.out / run / 'used.json'
         if not found.is_file():
-            place = ['--save_path', str(folder), f'--seed={self.seed}', '--checkpoint_minutes=0']
+            place = ['--save_path', str(folder), f'--seed={self.seed}', '--checkpoint_minutes=0', '--resume=auto']
             used = command(method, data, '--pretrain', start or self.start, *place, *words)
             found.write_text(json.dumps(used))
         evaluated, phases = RunFolder(folder).eval, RunFolder(folder).metrics

@@ -49,8 +49,8 @@ def main() -> None:
     files, own = example(args.method)
     start = f'{command} {shlex.quote(args.method)} --config_file {name}.yaml'
     files = {f'{name}.yaml': config_text(args.method, own, start), **files}
-    for file in files:
-        if (folder / file).exists():
+    for file, text in files.items():
+        if (folder / file).exists() and not (file.endswith('.jsonl') and (folder / file).read_text() == text):
             raise ValueError(f'{folder / file} is there already: give another folder with --to, or remove it')
     try:
         folder.mkdir(parents=True, exist_ok=True)

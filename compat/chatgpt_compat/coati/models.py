@@ -21,7 +21,17 @@ class _Masked:
         super().__init__(*arguments, **options)
 
 
-class Critic(_Masked, ours.Critic): ...
+class Critic(_Masked, ours.Critic):
+    def __init__(
+        self,
+        model: Any,
+        value_head: Any = None,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        use_action_mask: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, value_head, lora_rank, lora_train_bias, **options)
 
 
 class GPTCritic(_Masked, ours.GPTCritic): ...

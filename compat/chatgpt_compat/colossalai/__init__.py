@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from chatgpt_compat.tables import at
 
-_HERE = 'chatgpt_compat.colossalai'
+_HERE, _CRITICS = 'chatgpt_compat.colossalai', 'chatgpt_compat.coati.models'
 _FAMILIES = {'gpt': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
 
 SERVED: dict[str, str] = {
     **at('nn models models.base nn.actor models.base.actor', f'{_HERE}.models', 'Actor'),
-    **at('models models.base models.base.critic', 'chatgpt.nn', 'Critic'),
+    **at('nn nn.critic models models.base models.base.critic', _CRITICS, 'Critic'),
+    **at('nn models', _CRITICS, 'GPTCritic OPTCritic BLOOMCritic LlamaCritic'),
     **at('models models.base models.base.reward_model', 'chatgpt.nn', 'RewardModel'),
     **at('nn', f'{_HERE}.models', 'GPTActor OPTActor BLOOMActor LlamaActor'),
     **{
@@ -22,13 +23,18 @@ SERVED: dict[str, str] = {
         for kind in ('Actor', 'Critic', 'RM')
         for key, target in at(
             f'models.{family} models.{family}.{family}_{kind.lower()} nn.{family}_{kind.lower()}',
-            f'{_HERE}.models' if kind == 'Actor' else 'chatgpt.nn',
+            {'Actor': f'{_HERE}.models', 'Critic': _CRITICS}.get(kind, 'chatgpt.nn'),
             f'{name}{kind}',
         ).items()
     },
-    **at('models.deberta', 'chatgpt.nn', 'DebertaCritic DebertaRM'),
-    'models.base.LM': f'{_HERE}.models:Actor',
-    **{f'models.{family}.{name}LM': f'{_HERE}.models:{name}Actor' for family, name in _FAMILIES.items()},
+    **at('models.deberta models.deberta.deberta_critic', 'chatgpt.nn', 'DebertaCritic'),
+    **at('models.deberta models.deberta.deberta_rm', 'chatgpt.nn', 'DebertaRM'),
+    **{f'{place}.LM': f'{_HERE}.models:Actor' for place in ('models.base', 'models.base.lm')},
+    **{
+        f'models.{place}.{name}LM': f'{_HERE}.models:{name}Actor'
+        for family, name in _FAMILIES.items()
+        for place in (family, f'{family}.{family}_lm')
+    },
     **at('nn nn.loss', f'{_HERE}.losses', 'PairWiseLoss'),
     **at(
         'nn models nn.loss models.loss',
@@ -60,6 +66,7 @@ SERVED: dict[str, str] = {
     **at('trainer.callbacks trainer.callbacks.base', f'{_HERE}.trainers', 'Callback'),
     **at('trainer.callbacks trainer.callbacks.performance_evaluator', f'{_HERE}.trainers', 'PerformanceEvaluator'),
     **at('trainer.callbacks trainer.callbacks.save_checkpoint', f'{_HERE}.trainers', 'SaveCheckpoint'),
+    **at('trainer.strategies.base', 'chatgpt.strategies', 'Strategy'),
     **at('trainer.strategies trainer.strategies.naive', f'{_HERE}.strategies', 'NaiveStrategy'),
     **at('trainer.strategies trainer.strategies.ddp', f'{_HERE}.strategies', 'DDPStrategy'),
     **at('trainer.strategies trainer.strategies.colossalai', f'{_HERE}.strategies', 'ColossalAIStrategy'),
