@@ -4,7 +4,7 @@ tests/examples/test_inference.py for the generated text."""
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 from command_line import call
 from safetensors.torch import save_file
+from transformers import AutoConfig, GPT2ForSequenceClassification
 
 from chatgpt.launch import demo_world
 from chatgpt.nn import GPTRM, GPTActor
+from chatgpt.trainer.experience import RewardFunctionError
 
 
 @pytest.fixture(scope='module')
@@ -85,6 +87,39 @@ def test_evaluate_with_a_reward_model_gives_that_models_scores(monkeypatch, caps
             compared += 1
             assert row['score'] == pytest.approx(float(theirs(ids).logits.detach()), rel=1e-4)
     assert compared
+
+
+def test_a_reward_model_with_a_shorter_context_is_refused_before_generating(monkeypatch, capsys, folder, tmp_path):
+    short = AutoConfig.from_pretrained(folder / 'rm')
+    short.n_positions = 6
+    GPT2ForSequenceClassification(short).save_pretrained(tmp_path / 'rm')
+    words = [
+        str(folder / 'actor'),
+        str(folder / 'prompts.jsonl'),
+        '--max_new_tokens=5',
+        f'--reward_model={tmp_path}/rm',
+    ]
+    assert call(monkeypatch, 'evaluate', *words) == 2
+    assert 'reads 6 tokens, and prompts of up to 4 with responses of up to 5 do not fit' in capsys.readouterr().err
+
+
+def test_a_file_of_output_stays_until_there_is_something_to_write(monkeypatch, capsys, folder, tmp_path):
+    out = tmp_path / 'kept.jsonl'
+    out.write_text('{"old": 1}\n')
+    (tmp_path / 'bad.py').write_text('def score(responses):\n    raise RuntimeError("no")\n')
+    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), '--max_new_tokens=2', f'--output={out}']
+    with suppress(RewardFunctionError):
+        assert call(monkeypatch, 'evaluate', *words, f'--reward_fn={tmp_path}/bad.py:score') != 0
+    assert out.read_text() == '{"old": 1}\n'
+    assert call(monkeypatch, 'generate', *words[:1], f'--input={folder}/prompts.jsonl', *words[2:]) == 0
+    assert 'old' not in out.read_text() and out.read_text().count('\n') == 3
+
+
+@pytest.mark.parametrize('word', ['--max_turns=3', '--step_timeout_s=1', '--num_rows=-1'])
+def test_options_that_would_do_nothing_are_refused(monkeypatch, capsys, tmp_path, word):
+    words = [str(tmp_path), str(tmp_path / 'prompts.jsonl'), '--reward_fn=a:b', word]
+    assert call(monkeypatch, 'evaluate', *words) == 2
+    assert word.split('=')[0] in capsys.readouterr().err
 
 
 def test_every_kind_of_file_holds_prompts(monkeypatch, capsys, folder, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from command_line import call
 
@@ -118,6 +119,12 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, monkeypatch, capsys):
     a = folder(tmp_path / 'a')
     code, out = verify(monkeypatch, capsys, a, tmp_path / 'nothing')
     assert code == 2 and out.endswith(f'{tmp_path / "nothing"}: there is no such folder\n') and out.count('\n') == 1
+    torn = folder(tmp_path / 'torn')
+    part = next((torn / 'rollouts').glob('*2.parquet'))
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.warns(UserWarning, match='parquet'):
+        code, out = verify(monkeypatch, capsys, a, torn)
+    assert code == 2 and f'{torn}: the recorded rollouts of phase 2 cannot be read' in out
     empty = tmp_path / 'empty'
     empty.mkdir()
     (empty / 'metrics.jsonl').write_text('')

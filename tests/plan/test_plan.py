@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Model, OPTConfig
+from transformers import GPT2Model, MixtralConfig, OPTConfig
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel
@@ -320,6 +320,21 @@ def test_phases_add_up_and_limits_decide():
     offloaded = make_plan(replace(setup, strategy='fsdp_cpu', host_memory=1000))
     assert offloaded.limit == 'host memory'
     assert make_plan(replace(setup, margin=0.5, memory=int(1.9 * plan.peak))).fits is False
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+def test_experts_are_planned(precision):
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    assert make_plan(Setup(config=config, **CPU | {'precision': precision})).peak > 0
 
 
 def test_a_plan_moves_no_generator():

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from chatgpt.launch import planning
-from chatgpt.nn import RewardModel
+from chatgpt.nn import RewardModel, load_config
 from chatgpt.plan import Setup, make_plan, models
 from chatgpt.plan.advice import changes, cheapest_change
 from chatgpt.plan.setup import PROCESS_BYTES
@@ -213,3 +213,28 @@ def test_advice_for_a_shared_trunk_stays_on_it():
     small = next(changed for text, changed in listed.items() if text.endswith('quantize=nf4'))
     found = cheapest_change(replace(setup, memory=make_plan(small).peak))
     assert found is not None and found[0].endswith('quantize=nf4') and found[1].fits
+
+
+def test_a_critic_that_starts_from_the_reward_model_is_planned_as_large(tmp_path, no_weights):
+    from chatgpt.launch.inputs import read_inputs
+    from chatgpt.launch.planning import setup_of
+    from chatgpt.launch.runs import PPORun
+
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "aa"}\n' * 4)
+    large = load_config(no_weights)
+    large.n_embd, large.n_layer = 64, 3
+    large.architectures = ['GPT2ForSequenceClassification']
+    large.num_labels = 1
+    large.save_pretrained(tmp_path / 'rm')
+    found = {}
+    for start in ('reward_model', 'actor'):
+        run = PPORun(
+            prompt_path=str(tmp_path / 'prompts.jsonl'),
+            pretrain=str(no_weights),
+            reward_model=str(tmp_path / 'rm'),
+            critic_from=start,
+            save_path=str(tmp_path / 'run'),
+        )
+        run.fill_defaults()
+        found[start] = make_plan(setup_of(read_inputs(run))).phases['learn'].device['critic weights']
+    assert found['reward_model'] > 3 * found['actor']

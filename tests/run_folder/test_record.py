@@ -11,6 +11,7 @@ import torch
 from byte_runs import byte_trainer as trainer
 
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, read_jsonl
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback, Doctor, Evaluator, RolloutRecorder, SampleTable, WriteReport
 from chatgpt.trainer.callbacks.run_record import command_line, model_facts
@@ -166,3 +167,26 @@ def test_weights_in_4_bits_count_as_parameters():
     layer.register_buffer('scales', torch.zeros(2))
     facts = model_facts(torch.nn.Sequential(layer))
     assert (facts['parameters'], facts['trained']) == (8 + 128, 8)
+
+
+def _fill(path: str) -> list[str]:
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    lines, found = JsonLines(path), []
+    lines.append([{'step': 1}])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for size in (300, 3):
+        try:
+            lines.append([{'step': 2, 'text': 'x' * size}])
+        except OSError as error:
+            found.append(str(error.strerror))
+    return found
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='limits the size of files')
+def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
+    [failures] = run_distributed(_fill, 1, str(tmp_path / 'a.jsonl'))
+    assert len(failures) == 1
+    assert read_jsonl(tmp_path / 'a.jsonl') == [{'step': 1}, {'step': 2, 'text': 'xxx'}]

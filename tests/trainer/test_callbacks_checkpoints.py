@@ -43,6 +43,12 @@ def test_checkpoints_fall_at_the_interval_and_at_the_end(tmp_path):
     assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 
+def test_a_checkpoint_of_another_place_does_not_count(tmp_path):
+    slow = cb.SaveCheckpoint(tmp_path / 'slow', interval=3)
+    FakeTrainer([cb.SaveCheckpoint(interval=1), slow], tmp_path).fit([{}] * 8)
+    assert saved(tmp_path / 'slow') == [3, 6, 8]
+
+
 def test_a_phase_is_not_saved_twice(tmp_path):
     trainer = FakeTrainer([cb.SaveCheckpoint(interval=9)], tmp_path)
     trainer.callbacks.on_fit_start(trainer)

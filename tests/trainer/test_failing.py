@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -316,3 +317,53 @@ def test_a_rank_that_fails_alone_names_the_newest_checkpoint(tmp_path):
     assert f'the run failed in phase 3; {text}' in alone[1][1]
     assert 'only here' in alone[0][1]
     assert saved(tmp_path) == []
+
+
+def test_a_second_fit_after_an_exception_learns_from_its_own_samples_alone():
+    """Gradients of the interrupted batch and the experience of the interrupted phase are dropped."""
+    seen = []
+
+    class Sizes(Callback):
+        def on_make_experience_end(self, trainer: Any, experiences: Any) -> None:
+            seen.append(len(trainer.buffer))
+
+        def on_learn_batch_start(self, trainer: Any) -> None:
+            grads = [p.grad for m in trainer.models().values() for p in m.parameters()]
+            assert all(g is None for g in grads)
+
+    trainer = make(callbacks=[Sizes()])
+    own = trainer.strategy.backward
+    calls = []
+
+    def fails_once(*given: Any) -> None:
+        own(*given)
+        calls.append(given)
+        if len(calls) == 3:
+            raise Broken('in a micro-batch')
+
+    trainer.strategy.backward = fails_once
+    with pytest.raises(Broken):
+        fit(trainer, 1)
+    fit(trainer, 1)
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def test_a_reward_with_a_generator_of_its_own_repeats_its_draws(tmp_path):
+    """The failed phase is collected again, with the random numbers that it had."""
+
+    class Lucky(CountGood):
+        fails = 0
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            scores = super().forward(batch)
+            scores = scores + torch.tensor([random.random() for _ in range(len(scores))])
+            Lucky.fails -= batch.num_sequences > 1
+            if Lucky.fails == 0:
+                raise Broken('after its draws')
+            return scores
+
+    straight = fit(make(run_dir=tmp_path / 'straight', reward=Lucky()), PHASES)
+    Lucky.fails = 3
+    broken(run_dir=tmp_path / 'broken', reward=Lucky())
+    again = fit(resumed('auto', run_dir=tmp_path / 'broken', reward=Lucky()), PHASES)
+    assert torch.equal(weights(straight), weights(again))

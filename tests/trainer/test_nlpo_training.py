@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny_runs import PROMPTS, check_resume, close, fit, ppo
+from tiny_runs import PROMPTS, assemble, check_resume, close, fit, ppo, vowels
 
+from chatgpt.nn import AutoActor
 from chatgpt.nn.heads import CategoricalHead
 from chatgpt.rollout import HFEngine
 from chatgpt.strategies import NaiveStrategy
-from chatgpt.testing.fakes import tiny_config
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer.callbacks import Callback
 
 
@@ -72,6 +75,31 @@ def test_the_mask_policy_is_updated_at_intervals_and_after_a_resume(tmp_path):
     first: list[Any] = []
     check_resume(make, tmp_path, 1, partial(fit, phases=4))
     assert same[:4] == [(True, False), (False, True), (False, False), (False, True)]
+
+
+def test_a_resume_of_a_run_that_leaves_frozen_weights_out(tmp_path):
+    """The mask policy is without an optimizer and still changes, so a checkpoint holds it."""
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'base')
+
+    def make(**settings: Any) -> Any:
+        actor = AutoActor(tmp_path / 'base')
+        strategy = NaiveStrategy(seed=3, device='cpu')
+        given = {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6, 'nlpo_update_interval': 2}
+        mask = strategy.prepare(deepcopy(actor))
+        trainer = assemble(
+            strategy,
+            actor,
+            None,
+            vowels,
+            deepcopy(actor),
+            tokenizer=char_tokenizer(),
+            mask_model=mask,
+            **given | settings,
+        )
+        trainer.left_out = {}
+        return trainer
+
+    check_resume(make, tmp_path / 'run', 3, partial(fit, phases=4))
 
 
 def test_a_shared_critic_of_bins():

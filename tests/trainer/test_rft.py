@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -82,6 +83,21 @@ class Same:
 
     def score(self, samples: Any, strategy: Any) -> list[float]:
         return [self.given] * len(samples)
+
+
+def test_a_stopped_run_is_not_recorded_as_ended(tmp_path):
+    class Stop(Callback):
+        def __init__(self, phase: int) -> None:
+            self.phase = phase
+
+        def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == self.phase:
+                trainer.request_stop()
+
+    for phase, status in ((1, 'stopped'), (5, 'ended')):
+        folder = tmp_path / status
+        make(num_rounds=3, run_dir=folder, callbacks=[Stop(phase)]).fit()
+        assert json.loads((folder / 'run.json').read_text())['status'] == status
 
 
 def test_equal_scores_are_not_learned():

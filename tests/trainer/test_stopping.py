@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_runs
@@ -18,7 +19,9 @@ from limits import until
 from ppo_on_ids import fit, make, prompts
 from tiny_runs import weights
 
-from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader, latest
+from chatgpt.strategies import DDPStrategy
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader, claim_folder, latest
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 
 PHASES = 20
@@ -235,3 +238,32 @@ def test_five_kills(tmp_path):
 )
 def test_many_kills(tmp_path, kills, phases, kind, ranks):
     killed_many_times(tmp_path, kills, phases, seed=1, kind=kind, ranks=ranks)
+
+
+def _signalled(folder: str) -> str:
+    strategy = DDPStrategy(seed=3)
+
+    class Evicted(Callback):
+        def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 1 and strategy.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        fit(make(strategy=strategy, run_dir=folder, callbacks=[Evicted()]), 4)
+    except SystemExit as stop:
+        return f'exit {stop.code}'
+    return 'ended'
+
+
+def test_a_signal_to_one_rank_ends_all(tmp_path):
+    assert run_distributed(_signalled, 2, str(tmp_path)) == ['exit 143'] * 2
+    assert len(checkpoints(tmp_path)) == 1
+
+
+def test_resume_auto_leaves_a_checkpoint_that_another_run_is_writing(tmp_path):
+    unfinished = tmp_path / 'checkpoints' / '.step-00000009.tmp'
+    unfinished.mkdir(parents=True)
+    with claim_folder(tmp_path), pytest.raises(CheckpointError, match='is writing here'):
+        make(run_dir=tmp_path).load_checkpoint('auto')
+    assert unfinished.is_dir()
+    assert not make(run_dir=tmp_path).load_checkpoint('auto') and not unfinished.exists()
