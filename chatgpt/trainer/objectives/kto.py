@@ -106,9 +106,9 @@ class KTOObjective(Objective):
     @torch.no_grad()
     def _reference_point(self, records: list[LabelledAnswer]) -> float:
         """Returns z0 = max(0, mean of log π − log π_ref over answers paired with another prompt), over all ranks."""
-        config, crossed = self.reference_model.bare.model.config, []
+        config, crossed = getattr(getattr(self.reference_model.bare, 'model', None), 'config', None), []
         for r, other in zip(records, self._other_prompts(records), strict=True):
-            room = remaining_positions(config, len(r.sequence.response_ids))
+            room = None if config is None else remaining_positions(config, len(r.sequence.response_ids))
             cut = 0 if room is None else max(len(other) - max(room, 1), 0)  # each fits with its own prompt
             crossed.append(replace(r.sequence, prompt_ids=other[cut:]))
 
