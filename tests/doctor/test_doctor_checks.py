@@ -403,6 +403,9 @@ def test_advice_has_the_numbers_of_the_run():
     (finding,) = found(24, RM | {'rm/loss': 0.69, 'rm/accuracy': 0.51, 'rm/lr': 1e-5})
     # 9e-6 * sqrt(6e9 / 260e3) = 1.37e-3
     assert 'lr 1e-05, 260,000 parameters' in finding.evidence and 'raise lr to 1e-03 (1e+02 times' in finding.change
+    spikes = ppo(critic_grad_norm_max=lambda i: 5000.0 if i == 14 else 2.0, critic_lr=9e-6, lr=1e-6)
+    (finding,) = [f for f in found(15, HEALTHY | spikes, settings={'max_grad_norm': 1.0}) if 'spikes' in f.key]
+    assert finding.change.startswith('critic_lr from 9e-06 to 5e-06')
     (finding,) = [f for f in found(24, HEALTHY | {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}) if 'kl' in f.key]
     assert 'multiply kl_coef by 4 (from 0.1 to 0.4)' in finding.change
 

@@ -30,9 +30,11 @@ from chatgpt.testing import char_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import PPOTrainer, offline, ppo, step
 from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.callbacks.doctor import Doctor
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.critic import CriticCourse, ValueTarget
 from chatgpt.trainer.experience import maker
 from chatgpt.trainer.experience.maker import ExperienceMaker
-from chatgpt.types import Prompt
+from chatgpt.types import Prompt, tensors_to
 
 KINDS: dict[str, dict[str, int]] = {
     # with a critic, a reference and an average of the weights (EMA). Waits: for sums and extremes of metrics; for the
@@ -47,6 +49,7 @@ KINDS: dict[str, dict[str, int]] = {
     'ilql': {'tolist': 1, 'item': 1},
     'not_page_locked': {'copy to device': 1, 'tolist': 2, 'item': 2},  # all micro-batches in one copy
     'on_the_device': {'tolist': 2, 'item': 2},  # experience waits there
+    'groups_on_the_device': {'tolist': 2, 'item': 2},  # also for the number of responses that count
     'alibi': {'tolist': 2, 'item': 1},  # needs a mask
     'one_trunk': {'tolist': 2, 'item': 2},
 }
@@ -62,6 +65,11 @@ def not_page_locked(run: runs.Run) -> None:
 
 def on_the_device(run: runs.Run) -> None:
     runs.fitted(run, runs.online(run, buffer_cpu_offload=False))
+
+
+def groups_on_the_device(run: runs.Run) -> None:
+    settings = runs.GROUPS | runs.FREE | {'advantage_estimator': 'grpo', 'buffer_cpu_offload': False}
+    runs.fitted(run, runs.online(run, **settings))
 
 
 def alibi(run: runs.Run) -> None:
@@ -99,7 +107,7 @@ def one_trunk(run: runs.Run) -> None:
     runs.fitted(run, trainer)
 
 
-RUNS = runs.RUNS | {f.__name__: f for f in (not_page_locked, on_the_device, alibi, one_trunk)}
+RUNS = runs.RUNS | {f.__name__: f for f in (not_page_locked, on_the_device, groups_on_the_device, alibi, one_trunk)}
 
 
 class NumberedRun(runs.Run):
@@ -247,3 +255,13 @@ def test_turns_in_graphs_are_those_of_the_cpu():
         with patch.object(torch.cuda.CUDAGraph, 'replay', autospec=True, side_effect=PretendGraph.replay) as replay:
             assert drawn(strategy.prepare(actor)) == want
     assert replay.call_count > 5
+
+
+def test_rollouts_of_a_warm_up_that_were_read_go_where_new_ones_are():
+    ids = {'prompt_ids': torch.tensor([3]), 'response_ids': torch.tensor([4]), 'response_mask': torch.ones(1).bool()}
+    read = ValueTarget(**ids, index=0, values=torch.zeros(1), returns=torch.zeros(1))
+    course: Any = CriticCourse(PPOConfig(critic_warmup_phases=2))
+    course.kept = [read]
+    with pretend_cuda():
+        device = torch.device('cuda:0')
+        assert [t.values.device for t in course.targets([tensors_to(read, device)])] == [device] * 2
