@@ -282,6 +282,8 @@ def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, 
     for given in ({'max_new_tokens': 48}, {'max_new_tokens': None}):  # the default is 64
         with pytest.raises(ValueError, match='prompt 0 has 1 tokens; with max_new_tokens=.* the context of 48'):
             train(tiny_folder, prompts=['a'], reward_fn=lengths, **given)
+    with pytest.raises(TypeError, match='not callable'):  # max_length bounds the response too
+        train(tiny_folder, prompts=['a'], reward_fn=lengths, max_length=40, max_new_tokens=64)
     with pytest.raises(ValueError, match='max_length=100 is beyond the context of the model, 48 tokens; give at most'):
         train(tiny_folder, samples=['a', 'b'], max_length=100)
     with pytest.raises(ValueError, match='skip_bad_records=True'):

@@ -58,9 +58,9 @@ from chatgpt.strategies.tensor_parallel import check_model
 from chatgpt.trainer.experience.environment_scorer import check_reward_beside
 from chatgpt.trainer.experience.scorers import as_scorer, check_columns
 from chatgpt.trainer.fits import check_router_loss
-from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig
+from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig, RewardModelConfig
 from chatgpt.trainer.objectives.kto import check_both_kinds
-from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.objectives.reward_model import PAIR_RULES, is_success
 from chatgpt.trainer.settings import Settings
 
 
@@ -412,6 +412,8 @@ def read_preferences(run: DataRun, inputs: Inputs) -> None:
         raise ValueError(_kto_error(source, 'no label'))
     if isinstance(first, Labelled) and method not in ('kto', None):
         raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use kto')
+    if isinstance(first, Labelled) and isinstance(inputs.settings, RewardModelConfig):
+        check(inputs.settings, PAIR_RULES)
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, inputs.tokenizer, **options)
     if isinstance(inputs.settings, KTOConfig) and isinstance(first, Labelled):

@@ -361,9 +361,8 @@ class Role(nn.Module):
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
         role = cls.__new__(cls)
-        model = cls._load(folder, **options)
         value_head = load_head(folder, **hub_options(options)) if value_head is None else value_head
-        cls._build(role, model, value_head=value_head, **own)
+        cls._build(role, cls._load(folder, **options), value_head=value_head, **own)
         return role
 
     def parameter_groups(self, head_lr: float) -> list[dict[str, Any]]:

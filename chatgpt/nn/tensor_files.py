@@ -169,7 +169,11 @@ def stored_file(source: str | os.PathLike[str], name: str, **hub: Any) -> Path |
         return path if path.is_file() else None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+    try:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f'cannot read {name} of the hub name {source!r}: {reason}') from None
     return None if found is None else Path(found)
 
 

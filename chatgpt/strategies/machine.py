@@ -139,6 +139,7 @@ KEPT_BYTES = 1 << 30
 LARGEST_BLOCK = 1 << 28
 """bytes; larger blocks are still mapped, and returned to the kernel when freed"""
 TRIM_INTERVAL_S, TRIM_FACTOR = 0.25, 1.05
+"""seconds between two looks at the size of the process, and its growth after which freed memory is returned"""
 _USER_SETTINGS = ('MALLOC_TRIM_THRESHOLD_', 'MALLOC_MMAP_THRESHOLD_', 'GLIBC_TUNABLES', 'LD_PRELOAD')
 
 
@@ -161,14 +162,17 @@ def keep_freed_memory() -> bool:
 
 
 def _limit_freed_memory(trim: Callable[[int], int]) -> None:
-    """Has freed memory returned to the kernel when the process grows: a peak of what is in use is told from an
-    accumulation of freed blocks by what remains resident afterwards."""
-    remained = 0
+    """Returns freed memory to the kernel when the process is 5% larger than what it needs: the largest size that it had
+    right after such a return or grew to again by the next look."""
+    needed, was_trimmed = 0, False
     while True:
         time.sleep(TRIM_INTERVAL_S)
-        if _resident_pages() > TRIM_FACTOR * remained:
+        size = _resident_pages()
+        if was_trimmed:
+            needed, was_trimmed = max(needed, size), False
+        elif size > TRIM_FACTOR * needed:
             trim(0)
-            remained = max(remained, _resident_pages())
+            needed, was_trimmed = max(needed, _resident_pages()), True
 
 
 def _resident_pages() -> int:

@@ -53,6 +53,7 @@ class Estimator:
         needs_groups: compares responses to the same prompt, so requires several per prompt.
         rewards_apart: reads each of several rewards (`Experience.weighted_scores`) instead of their sum.
         follows: the settings of `GAE_SETTINGS` that `fn` reads; the others are refused.
+        ignores: those of 'gamma' and 'lam' that `fn` does not read, which are refused if they are changed.
         whitens: advantages are whitened over a learning phase unless `whiten_advantages` is set.
         whiten: (experiences, strategy) -> copies with whitened advantages; by default over all tokens that count.
         aggregation: of the policy loss, unless `loss_aggregation` or the policy loss sets it.
@@ -64,6 +65,7 @@ class Estimator:
     needs_groups: bool = False
     rewards_apart: bool = False
     follows: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     whitens: bool = True
     whiten: Callable[..., list[Experience]] = _late('whiten_tokens')
     aggregation: Aggregation = 'token'
@@ -74,22 +76,37 @@ ESTIMATORS: Registry[Estimator] = Registry(
     Estimator,
     {
         'gae': Estimator(spans='group', fn=_late('gae'), needs_values=True, follows=GAE_SETTINGS),
-        'a2c': Estimator(spans='group', fn=_late('a2c'), needs_values=True),
-        'grpo': Estimator(spans='group', fn=_late('grpo'), needs_groups=True, whitens=False, aggregation='sequence'),
-        'dr_grpo': Estimator(
-            spans='group', fn=_late('dr_grpo'), needs_groups=True, whitens=False, aggregation='sequence_sum'
+        'a2c': Estimator(spans='group', fn=_late('a2c'), needs_values=True, ignores=('lam',)),
+        'grpo': Estimator(
+            spans='group',
+            fn=_late('grpo'),
+            needs_groups=True,
+            ignores=('gamma', 'lam'),
+            whitens=False,
+            aggregation='sequence',
         ),
-        'rloo': Estimator(spans='group', fn=_late('rloo'), needs_groups=True, whitens=False),
+        'dr_grpo': Estimator(
+            spans='group',
+            fn=_late('dr_grpo'),
+            needs_groups=True,
+            ignores=('gamma', 'lam'),
+            whitens=False,
+            aggregation='sequence_sum',
+        ),
+        'rloo': Estimator(spans='group', fn=_late('rloo'), needs_groups=True, ignores=('gamma', 'lam'), whitens=False),
         'gdpo': Estimator(
             spans='group',
             fn=_late('gdpo'),
             needs_groups=True,
             rewards_apart=True,
+            ignores=('gamma', 'lam'),
             whiten=_late('whiten_responses'),
             aggregation='sequence',
         ),
-        'reinforce++': Estimator(spans='group', fn=_late('reinforce_pp')),
-        'reinforce++_baseline': Estimator(spans='group', fn=_late('reinforce_pp_baseline'), needs_groups=True),
+        'reinforce++': Estimator(spans='group', fn=_late('reinforce_pp'), ignores=('lam',)),
+        'reinforce++_baseline': Estimator(
+            spans='group', fn=_late('reinforce_pp_baseline'), needs_groups=True, ignores=('lam',)
+        ),
     },
 )
 

@@ -17,7 +17,6 @@ from chatgpt.data.formats import note_model
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.functional.ppo import AdaptiveKLController, FixedKLController
 from chatgpt.nn.heads import support_of
-from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.trunk import dropout_off
 from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
@@ -148,11 +147,7 @@ def build(
         max_staleness=config.max_staleness,
     )
     tis_cap = tis_cap_of(config, engine, strategy.sums.exact)
-    scorer = _scorer(config, reward)
-    for each in with_reward_model(scorer):
-        if each.tokenizer is not None and each.max_length is None and (own := config_of(strategy, each.model)):
-            each.max_length = longest_side(own)
-    maker = _maker(strategy, config, models, reference, scorer, collector, shares_trunk, tis_cap)
+    maker = _maker(strategy, config, models, reference, _scorer(config, reward), collector, shares_trunk, tis_cap)
     trained = {**models.trained(), **policy.models()}
     for model in trained.values():
         dropout_off(strategy.unwrap(model))

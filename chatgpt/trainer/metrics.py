@@ -29,7 +29,7 @@ class Mean(NamedTuple):
     total: Tensor
     weight: Tensor | float
     of_some: bool = False
-    """a mean over some records only: a batch without them has no such metric"""
+    """a mean over some records only: NaN in a batch without them, which a phase leaves out"""
 
 
 class Highest(NamedTuple):
@@ -77,7 +77,7 @@ class BatchStats:
         if names := sorted(self._sums):
             totals = strategy.sums.totals([[torch.stack(pair) for pair in self._sums[n]] for n in names])
             found = zip(names, totals, strict=True)
-            result = {n: t / w if w else t for n, (t, w) in found if w or n not in self._of_some}
+            result = {n: t / w if w else math.nan if n in self._of_some else t for n, (t, w) in found}
         if self._extremes:
             names = sorted(self._extremes)
             flat = torch.stack([self._extremes[name] for name in names]).to(strategy.device)
@@ -112,7 +112,8 @@ class PhaseMetrics:
             return max(values)
         if name.endswith('_min'):
             return min(values)
-        return math.fsum(values) / len(values)
+        counted = [value for value in values if not math.isnan(value)]
+        return math.fsum(counted) / len(counted) if counted else math.nan
 
 
 def _spread(values: Tensor) -> float:

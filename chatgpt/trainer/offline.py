@@ -77,7 +77,7 @@ class Objective(ABC):
 
     @abstractmethod
     def records(self, data: SequenceOf[Any]) -> list[Any]:
-        """Makes records from the trainer's data; records are returned unchanged.
+        """Makes records from the trainer's data; records are kept, or copied where `prepare` adds to them.
 
         Raises:
             ValueError: data of another type.

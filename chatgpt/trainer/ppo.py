@@ -37,7 +37,13 @@ from chatgpt.trainer.callbacks import RolloutRecorder
 from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.critic import CriticCourse
-from chatgpt.trainer.experience.scorers import check_columns, described, rescored_metrics, with_reward_model
+from chatgpt.trainer.experience.scorers import (
+    RewardModelScorer,
+    check_columns,
+    described,
+    rescored_metrics,
+    with_reward_model,
+)
 from chatgpt.trainer.fits import check_records
 from chatgpt.trainer.losses import (
     VALUE_COLUMNS,
@@ -298,7 +304,7 @@ class PPOTrainer(Stepwise):
         """Returns the experience of all ranks; see `ExperienceMaker.make`. The rewards include the KL unless the loss
         does. In the critic's warm-up the returns have λ = 1, so that no value of a new critic is in them."""
         c = self.config
-        self._check_samples(samples)
+        self._check_samples(samples, [] if given.get('scores') is not None else with_reward_model(self.scorer))
         kl_coef = self.kl_controller.value if c.kl_in == 'reward' else 0.0
         with self.clock.measure('score'):
             experiences = self.maker.make(samples, kl_coef=kl_coef, **given)
@@ -306,12 +312,12 @@ class PPOTrainer(Stepwise):
                 estimate_advantages(compared(experiences), c.estimator, replace(c, value_lam=1.0), self.strategy)
         return experiences
 
-    def _check_samples(self, samples: list[Sample]) -> None:
+    def _check_samples(self, samples: list[Sample], scorers: list[RewardModelScorer]) -> None:
         """Raises ValueError for a sample that one of the models cannot read."""
         maker, records = self.maker, [[sample] for sample in samples]
-        scorers = [each for each in with_reward_model(maker.scorer) if each.tokenizer is None]
         reads = {'actor': maker.actor, 'critic': maker.critic, 'initial_model': maker.reference.initial_model}
-        for name, model in (*reads.items(), *(('reward_model', each.model) for each in scorers)):
+        of_tokens = [('reward_model', each.model) for each in scorers if each.tokenizer is None]
+        for name, model in (*reads.items(), *of_tokens):
             if model is not None:
                 check_records(f'{name}: sample', records, self.strategy.unwrap(model))
 

@@ -191,7 +191,7 @@ class RFTTrainer(OfflineTrainer):
                     self._learn_round()
                 else:
                     self.round += 1
-                    self.num_phases = None if self.num_phases is None else self.num_phases - 1
+                    self.num_phases = self.phase + c.num_rounds - self.round
                     self.warn(
                         f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
                     )

@@ -68,7 +68,7 @@ PPO_RULES = [
     *changed(
         (
             *('value_clip', 'value_coef', 'critic', 'critic_lr', 'critic_from', 'critic_loss', 'critic_loss_settings'),
-            *('critic_warmup_phases', 'critic_epochs', 'critic_train_batch_size', 'lam'),
+            *('critic_warmup_phases', 'critic_epochs', 'critic_train_batch_size'),
         ),
         lambda s: not s.estimator.needs_values,
         '{name}={value!r} is of a critic, and advantage_estimator={s.advantage_estimator!r} takes no critic: leave one '
@@ -90,16 +90,12 @@ PPO_RULES = [
         )
         for name in GAE_SETTINGS
     ),
-    *changed(
-        ('gamma',),
-        lambda s: s.advantage_estimator in ('grpo', 'dr_grpo', 'rloo', 'gdpo'),
-        '{name}={value!r} discounts rewards per token; advantage_estimator={s.advantage_estimator!r} has one number '
-        'per response: leave it out',
-    ),
-    *changed(
-        ('lam',),
-        lambda s: s.advantage_estimator == 'a2c',
-        "{name}={value!r} is of GAE, and advantage_estimator='a2c' has λ = 1: leave it out",
+    *(
+        Rule(
+            lambda s, name=name: name in s.estimator.ignores and is_changed(s, name),  # type: ignore[misc]
+            f'{name}={{s.{name}}} does nothing with advantage_estimator={{s.advantage_estimator!r}}: leave it out',
+        )
+        for name in ('gamma', 'lam')
     ),
     Rule(
         lambda s: s.lam_length is not None and is_changed(s, 'lam'),

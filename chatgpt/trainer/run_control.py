@@ -60,7 +60,8 @@ class StopSignals:
         if strategy.processes.world_size > 1:
             own = torch.tensor(float(self.received or 0), device=strategy.device)
             number = int(strategy.all_reduce(own, op='max').item())
-            self.received = signal.Signals(number) if number else None
+            if number:  # else one that arrives meanwhile stays
+                self.received = signal.Signals(number)
 
     def raise_received(self) -> None:
         """Ends the process as the signal does: KeyboardInterrupt, or exit code 128 + its number."""

@@ -113,6 +113,9 @@ def test_a_file_of_output_stays_until_there_is_something_to_write(monkeypatch, c
     assert out.read_text() == '{"old": 1}\n'
     assert call(monkeypatch, 'generate', *words[:1], f'--input={folder}/prompts.jsonl', *words[2:]) == 0
     assert 'old' not in out.read_text() and out.read_text().count('\n') == 3
+    assert (
+        call(monkeypatch, 'generate', words[0], f'--input={folder}/prompts.jsonl', words[2], '--output=/dev/null') == 0
+    )
 
 
 @pytest.mark.parametrize('word', ['--max_turns=3', '--step_timeout_s=1', '--num_rows=-1'])

@@ -203,6 +203,7 @@ def test_heads_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             found = read.q_heads if name == 'ilql' else read.value_head
             assert all(map(torch.equal, found.parameters(), heads[name].parameters()))
     monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     assert is_scorer('me/scorer', load_config('me/scorer', **options)) and stored_support('me/critic') == {}
     assert not is_scorer('me/actor', actor.model.config) and stored_support('me/ilql') is None
     with pytest.raises(ValueError, match='no such folder'):

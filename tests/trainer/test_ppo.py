@@ -11,7 +11,7 @@ from ppo_on_ids import GOOD, VOCAB, CountGood, fit, make, prompts, run
 from stop_after import StopAfter
 from tiny_runs import SMALL, assemble, weights
 
-from chatgpt.nn import GPTActor
+from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.testing.fakes import tiny_config
@@ -101,6 +101,13 @@ def test_tokens_outside_the_response_mask_do_not_count():
 
     (a, wa), (b, wb) = stats(0.0), stats(100.0)
     assert a == b and torch.equal(wa, wb)
+
+
+def test_a_step_with_scores_does_not_ask_the_reward_model():
+    narrow = GPTRM(config=tiny_config('gpt2', **SMALL | {'positions': 4}))
+    trainer = make(reward=narrow)
+    trainer.step([torch.tensor([3, 4])], [torch.tensor([4, 5, 6])], [1.0])
+    assert trainer.phase == 1
 
 
 def test_step_refuses():

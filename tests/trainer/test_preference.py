@@ -173,11 +173,15 @@ def test_kto_labels_the_best_answers_good_and_counts_each_once():
 
 def test_kto_rewards_are_means_over_the_batches_that_have_such_answers():
     records = [TokenizedLabelled(sequence=sequence([3 + i], [5 + i, 6, 2]), label=i > 0) for i in range(6)]
-    trainer = make('kto', records, shuffle=False, moved=True, train_batch_size=2, max_epochs=1, lr=1e-12)
+    settings = {'shuffle': False, 'moved': True, 'train_batch_size': 2, 'max_epochs': 1, 'lr': 1e-12}
+    trainer, whole = make('kto', records, **settings), make('kto', records, **settings, log_interval=3)
     want = trainer.evaluate(records)
-    trainer.fit()
-    seen = trainer.log.phases[0]  # the bad answer is in the first of three batches
+    whole.fit()
+    seen = whole.log.phases[0]  # the bad answer is in the first of three batches
     assert want['reward_rejected'] != 0
+    trainer.fit()  # each batch as a phase, also those without a bad answer
+    rejected = [phase['kto/reward_rejected'] for phase in trainer.log.phases]
+    assert rejected[0] != 0 and all(map(math.isnan, rejected[1:]))
     assert seen['kto/reward_rejected'] == pytest.approx(want['reward_rejected'], rel=1e-4)
     assert seen['kto/margin'] == pytest.approx(seen['kto/reward_chosen'] - seen['kto/reward_rejected'], rel=1e-4)
 

@@ -389,7 +389,7 @@ def output_file(args: Any) -> Any:
 def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     count = 0
     for row in rows:
-        if output is not None and not count:
+        if output is not None and not count and os.path.isfile(output.name):  # no device or pipe
             output.truncate(0)
         count += 1
         if output is not None:
@@ -456,7 +456,10 @@ def stream_reply(
     from chatgpt.rollout import stream_tokens
 
     ids = prompt_ids(text, tokenizer, templated=templated) or [tokenizer.bos_token_id]
-    limits = remaining_positions(policy.config, sampling.room(0)), sampling.max_length and sampling.max_length - 1
+    limits = (
+        remaining_positions(policy.config, sampling.max_new_tokens or 1),
+        sampling.max_length and sampling.max_length - 1,
+    )
     if found := [limit for limit in limits if limit is not None]:
         num_positions = max(min(found), 1)
         ids = cut_left(ids, num_positions, tokenizer) if len(ids) > num_positions else ids  # drops the oldest tokens

@@ -16,7 +16,7 @@ def few_prompts(h: History) -> Seen | None:
     if not distinct or distinct >= LIMITS['few_prompts'] or h.has_episodes:
         return None  # an environment makes a new task for each episode
     size = h.setting('experience_batch_size', 8)
-    times = h.step * size * h.setting('update_timesteps', 1) / distinct
+    times = h.step * size * h.setting('update_timesteps', 1) / distinct  # at least: a program's `fit` may have more
     if times < LIMITS['prompt_passes']:
         return None
     return Seen(

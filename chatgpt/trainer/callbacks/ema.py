@@ -134,7 +134,8 @@ class EMA(Callback):
                 strategy.load_model(model, scratch / 'weights')
                 strategy.barrier()  # another rank may still be reading
         finally:
-            strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
+            if strategy.is_rank_0:
+                shutil.rmtree(scratch, ignore_errors=True)
 
     def save_pretrained(self, trainer: TrainerView, path: str | Path) -> None:
         """Writes the average as a Hugging Face folder. Call it on every rank."""

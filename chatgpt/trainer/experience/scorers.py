@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from chatgpt.batching import collate
 from chatgpt.data.rewards.calling import call, check_call, describe_error, made, one_each, place_of
 from chatgpt.data.tokenize import tokenize_again
+from chatgpt.nn.layouts import longest_side
 from chatgpt.nn.records import fetched, lengths_only
 from chatgpt.nn.sweep import SWEEP_TOKENS, Communicator, cuts_of_own, gathered, read_back, sweep
 from chatgpt.types import Experience, Prompt, Sample, Sequence
@@ -58,8 +59,8 @@ class RewardModelScorer:
             but a begin token if the tokenizer adds one, and the end token of a response that ended.
             `formats.note_model` marks the tokenizer of an encoder-decoder.
         max_tokens_per_batch: padded tokens of one forward; None: 16384.
-        max_length: longest sequence of the reward model; longer ones are cut on the left. Only with `tokenizer`. A
-            trainer takes the model's positions if it is None.
+        max_length: longest sequence of the reward model; longer ones are cut on the left. None: its positions. Only
+            with `tokenizer`.
         packing: compute without padding if the model supports it.
     """
 
@@ -76,7 +77,8 @@ class RewardModelScorer:
         self.model = model
         self.tokenizer = tokenizer
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.max_length = max_length
+        config = getattr(getattr(model, 'model', None), 'config', None)
+        self.max_length = longest_side(config) if max_length is None and config is not None else max_length
 
     @torch.no_grad()
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
@@ -104,7 +106,7 @@ class RewardModelScorer:
 
 
 def with_reward_model(scorer: Scorer | None) -> list[RewardModelScorer]:
-    """Returns the scorers with a reward model, of this one or in it."""
+    """Returns the `RewardModelScorer`s in a scorer of this module."""
     if isinstance(scorer, RewardModelScorer):
         return [scorer]
     if isinstance(scorer, WeightedScorer):

@@ -155,8 +155,6 @@ class KTOObjective(Objective):
         return total / batch.totals['weight'], metrics
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        if 'reward_chosen' not in metrics or 'reward_rejected' not in metrics:
-            return {}
         return {'margin': metrics['reward_chosen'] - metrics['reward_rejected']}
 
 
