@@ -162,17 +162,16 @@ def keep_freed_memory() -> bool:
 
 
 def _limit_freed_memory(trim: Callable[[int], int]) -> None:
-    """Returns freed memory to the kernel when the process is 5% larger than what it needs: the largest size that it had
-    right after such a return or grew to again by the next look."""
-    needed, was_trimmed = 0, False
+    """Returns freed memory to the kernel whenever the process is 5% larger than it was right after such a return at its
+    largest. Takes at most a twentieth of the time."""
+    needed = 0
     while True:
         time.sleep(TRIM_INTERVAL_S)
-        size = _resident_pages()
-        if was_trimmed:
-            needed, was_trimmed = max(needed, size), False
-        elif size > TRIM_FACTOR * needed:
+        if _resident_pages() > TRIM_FACTOR * needed:
+            begun = time.monotonic()
             trim(0)
-            needed, was_trimmed = max(needed, _resident_pages()), True
+            needed = max(needed, _resident_pages())
+            time.sleep(20 * (time.monotonic() - begun))
 
 
 def _resident_pages() -> int:
