@@ -163,15 +163,13 @@ def keep_freed_memory() -> bool:
 
 def _limit_freed_memory(trim: Callable[[int], int]) -> None:
     """Returns freed memory to the kernel whenever the process is 5% larger than it was right after such a return at its
-    largest. Takes at most a twentieth of the time."""
+    largest."""
     needed = 0
     while True:
         time.sleep(TRIM_INTERVAL_S)
         if _resident_pages() > TRIM_FACTOR * needed:
-            begun = time.monotonic()
             trim(0)
             needed = max(needed, _resident_pages())
-            time.sleep(20 * (time.monotonic() - begun))
 
 
 def _resident_pages() -> int:
