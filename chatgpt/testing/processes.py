@@ -137,7 +137,8 @@ def _child(rank: int, job: tuple[Any, ...]) -> None:
     if init_group:
         from chatgpt.strategies.processes import ProcessGroupStrategy
 
-        with ProcessGroupStrategy(device='cpu'):  # joins the group, and leaves it on exit
+        with ProcessGroupStrategy(device='cpu') as strategy:  # joins the group, and leaves it on exit
+            strategy.barrier()  # a rank that fails at once would end the joining of another
             result = fn(*args)
     else:
         result = fn(*args)

@@ -126,7 +126,7 @@ class OnlyDeviceCollectives(TorchDispatchMode):
         super().__init__()
         self.marked: dict[int, Any] = {}
         self.largest = 0
-        """elements of the largest tensor in a collective"""
+        """elements of the largest floating tensor in a collective; objects travel as bytes"""
 
     def mark(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -143,7 +143,7 @@ class OnlyDeviceCollectives(TorchDispatchMode):
         if func.namespace in ('c10d', '_c10d_functional') and tensors:
             if not all(self.is_marked(t) for t in tensors):
                 raise RuntimeError('No backend type associated with device type cpu')
-            self.largest = max(self.largest, *(t.numel() for t in tensors))
+            self.largest = max(self.largest, *(t.numel() * t.is_floating_point() for t in tensors))
         device = kwargs.get('device')
         to_device = device is not None and torch.device(device).type == 'cuda'
         if to_device:
