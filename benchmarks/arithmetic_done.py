@@ -153,7 +153,8 @@ def _best_product(device: Any, dtype: Any) -> float:
             torch.mm(a, b, out=out)
 
     wall_seconds(products, device)  # warm-up
-    least = min(wall_seconds(products, device) for _ in range(7))
+    # About a second on a CPU: on a busy one a few products in a row may all have been interrupted.
+    least = min(wall_seconds(products, device) for _ in range(7 if on_cuda else 50))
     return repeats * 2.0 * side**3 / least
 
 

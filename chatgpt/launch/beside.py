@@ -88,6 +88,12 @@ def critic_source(run: PPORun) -> str | None:
     return run.critic_from if run.estimator.needs_values and run.critic_from not in ('reward_model', 'actor') else None
 
 
+def takes_reward_model(run: PPORun, reward_tokenizer: Any) -> bool:
+    """Returns True if a separate critic starts from the reward model, where that has a head."""
+    own = run.estimator.needs_values and run.critic == 'own'
+    return own and run.critic_from == 'reward_model' and reward_tokenizer is None
+
+
 def check_critic(run: PPORun, source: str, policy_config: Any, tokenizer: Any) -> Any:
     """Checks the model that a critic starts from, and returns its config; None if only its head is taken.
 

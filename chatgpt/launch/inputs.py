@@ -60,7 +60,8 @@ from chatgpt.trainer.experience.scorers import as_scorer, check_columns
 from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig, RewardModelConfig
 from chatgpt.trainer.objectives.kto import check_both_kinds
-from chatgpt.trainer.objectives.reward_model import PAIR_RULES, is_success
+from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.rules import LABELLED_RULES
 from chatgpt.trainer.settings import Settings
 
 
@@ -413,7 +414,7 @@ def read_preferences(run: DataRun, inputs: Inputs) -> None:
     if isinstance(first, Labelled) and method not in ('kto', None):
         raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use kto')
     if isinstance(first, Labelled) and isinstance(inputs.settings, RewardModelConfig):
-        check(inputs.settings, PAIR_RULES)
+        check(inputs.settings, LABELLED_RULES)
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, inputs.tokenizer, **options)
     if isinstance(inputs.settings, KTOConfig) and isinstance(first, Labelled):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from chatgpt import nn
-from chatgpt.launch.beside import critic_source
+from chatgpt.launch.beside import critic_source, takes_reward_model
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import CriticRun, PPORun, Run
 from chatgpt.nn.compiled import compile_blocks
@@ -129,7 +129,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     critic = None
     if own_critic and (source := critic_source(run)):
         critic = build_critic(inputs, source, inputs.critic_config)
-    elif own_critic and run.critic_from == 'reward_model' and inputs.reward_tokenizer is None and _has_head(reward):
+    elif takes_reward_model(run, inputs.reward_tokenizer) and _has_head(reward):
         head = bins_head(inputs, reward.model.config)
         critic = nn.Critic.from_reward_model(reward, value_head=head, **run.lora_keywords())
     elif own_critic:

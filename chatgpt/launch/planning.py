@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from chatgpt.launch.arguments import world_size_from_env
+from chatgpt.launch.beside import takes_reward_model
 from chatgpt.launch.inputs import Inputs, sequences_of
 from chatgpt.launch.runs import NO_PLAN, CriticRun, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
@@ -68,7 +69,7 @@ def setup_of(inputs: Inputs) -> Setup:
     return Setup.of(
         run,
         reward_config=reward,
-        critic_config=inputs.critic_config or (reward if critic_is_reward_model(inputs) else None),
+        critic_config=inputs.critic_config or (reward if takes_reward_model(run, inputs.reward_tokenizer) else None),
         critic=run.critic if run.estimator.needs_values else 'none',
         own_reference=not run.reference_in_actor,
         rollouts_elsewhere=run.rollout_workers > 0,
@@ -77,14 +78,6 @@ def setup_of(inputs: Inputs) -> Setup:
         max_new_tokens=run.max_new_tokens or 64,
         **others,
     )
-
-
-def critic_is_reward_model(inputs: Inputs) -> bool:
-    """Returns True if a critic starts from a copy of the reward model, as far as its config tells."""
-    run = inputs.run
-    assert isinstance(run, PPORun)
-    own = run.estimator.needs_values and run.critic == 'own' and run.critic_from == 'reward_model'
-    return own and bool(run.reward_model) and inputs.reward_tokenizer is None
 
 
 def shared_tokens(sequences: Iterable[torch.Tensor]) -> int:

@@ -424,9 +424,9 @@ def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environ
     tokenizer = inputs.tokenizer
     inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
     adopt_turns(tokenizer, inputs.train)  # before the eval prompts can decide it
-    most = inputs.generation.get('max_length')
-    run.max_new_tokens = inputs.generation.get('max_new_tokens') or (None if most else DEFAULT_NEW_TOKENS)
-    if inputs.train is not None and environment is None and not most:
+    bounded = bool(inputs.generation.get('max_length'))  # which bounds responses too
+    run.max_new_tokens = inputs.generation.get('max_new_tokens') or (None if bounded else DEFAULT_NEW_TOKENS)
+    if inputs.train is not None and environment is None and not bounded:
         check_lengths(inputs.train, longest_side(inputs.config), run.max_new_tokens or 0, 'the context', tokenizer)
     inputs.reward = made(reward_fn)
     check_columns(as_scorer(inputs.reward), inputs.train or ())

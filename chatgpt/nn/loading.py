@@ -60,6 +60,7 @@ LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of `options` that are of the hub."""
     return {name: value for name, value in options.items() if name in HUB_OPTIONS}
 
 

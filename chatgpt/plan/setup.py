@@ -103,8 +103,8 @@ class Setup(Layout):
     train_batch_size: int = 8
     """sequences of one optimizer step"""
     max_tokens_per_batch: int | None = None
-    """maximum number of tokens, padding included, of one forward on one rank; none: no limit but
-    16,384 for a reward model"""
+    """maximum number of tokens, padding included, of one forward on one rank; none: 16,384 for a
+    reward model, no limit for others"""
     max_prompt_tokens: int = 64
     """tokens of the longest prompt"""
     shared_prompt_tokens: int = 0

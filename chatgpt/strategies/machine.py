@@ -162,14 +162,19 @@ def keep_freed_memory() -> bool:
 
 
 def _limit_freed_memory(trim: Callable[[int], int]) -> None:
-    """Returns freed memory to the kernel whenever the process is 5% larger than it was right after such a return at its
-    largest."""
     needed = 0
     while True:
         time.sleep(TRIM_INTERVAL_S)
-        if _resident_pages() > TRIM_FACTOR * needed:
-            trim(0)
-            needed = max(needed, _resident_pages())
+        needed = _trimmed(trim, needed)
+
+
+def _trimmed(trim: Callable[[int], int], needed: int) -> int:
+    """Calls `malloc_trim`, which returns freed memory to the kernel, if the process is more than 5% larger than
+    `needed`. Returns the larger of `needed` and the size that is left, in pages."""
+    if _resident_pages() <= TRIM_FACTOR * needed:
+        return needed
+    trim(0)
+    return max(needed, _resident_pages())
 
 
 def _resident_pages() -> int:

@@ -282,8 +282,9 @@ def _maker(
     overlong = None if c.overlong_buffer is None else (collector.sampling.room, c.overlong_buffer)
     if c.offload == 'idle':
         frozen = [models.initial_model, *(each.model for each in with_reward_model(scorer))]
-        for model in filter(None, frozen):
-            strategy.offload(model)
+        for model in frozen:
+            if model is not None:
+                strategy.offload(model)
     estimator = c.estimator
     return ExperienceMaker(
         strategy,

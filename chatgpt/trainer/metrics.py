@@ -112,7 +112,7 @@ class PhaseMetrics:
             return max(values)
         if name.endswith('_min'):
             return min(values)
-        counted = [value for value in values if not math.isnan(value)]
+        counted = [value for value in values if not math.isnan(value)]  # NaN: see `Mean.of_some`
         return math.fsum(counted) / len(counted) if counted else math.nan
 
 

@@ -180,3 +180,10 @@ STEP_RULES = [
     ),
 ]
 """for `PPOConfig` where the caller drives `generate` and `step`"""
+
+LABELLED_RULES = changed(
+    ('loss_fn', 'use_margins', 'center_rewards_coefficient'),
+    lambda _: True,
+    '{name}={value!r} is of pairs of responses, and the data is labelled text: leave it out',
+)
+"""for `RewardModelConfig` with labelled text"""

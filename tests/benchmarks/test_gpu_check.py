@@ -54,9 +54,7 @@ def test_a_run_on_a_cpu(tmp_path):
     generated = results['decode-qwen2']['generate']['without cuDNN']
     assert generated['tokens_per_s'] == pytest.approx(4 * 16 / generated['seconds'])
     for name in {'ppo-s', 'ddp', 'fsdp_cpu', *UPSTREAM} & results.keys():
-        assert (
-            results[name]['rung'] == 'tiny' and 0 < results[name]['share_of_peak']['learn'] < 10
-        )  # of a peak measured on a busy machine
+        assert results[name]['rung'] == 'tiny' and 0 < results[name]['share_of_peak']['learn'] < 1
         assert results[name]['memory']['planned_peak'] > 0
     assert results['capacity']['rows'][0]['rung'] is not None
     assert results['compiled-blocks']['difference'] < 1e-3 and '| compiled blocks |' in done.stdout

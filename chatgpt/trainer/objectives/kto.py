@@ -105,11 +105,12 @@ class KTOObjective(Objective):
 
     @torch.no_grad()
     def _reference_point(self, records: list[LabelledAnswer]) -> float:
-        """Returns z0 = max(0, mean of log π − log π_ref over answers paired with another prompt), over all ranks."""
+        """Returns z0 = max(0, mean of log π − log π_ref over answers paired with another prompt), over all ranks. A
+        prompt that does not fit into the model's positions with that answer is cut on the left."""
         config, crossed = getattr(getattr(self.reference_model.bare, 'model', None), 'config', None), []
         for r, other in zip(records, self._other_prompts(records), strict=True):
             room = None if config is None else remaining_positions(config, len(r.sequence.response_ids))
-            cut = 0 if room is None else max(len(other) - max(room, 1), 0)  # each fits with its own prompt
+            cut = 0 if room is None else max(len(other) - max(room, 1), 0)
             crossed.append(replace(r.sequence, prompt_ids=other[cut:]))
 
         def log_ratios(batch: Batch) -> Tensor:

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from chatgpt.data.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs, right_order
 from chatgpt.nn.trunk import in_eval_mode
-from chatgpt.rules import changed, check
+from chatgpt.rules import check
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import RewardModelConfig
 from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, mean_over
+from chatgpt.trainer.rules import LABELLED_RULES
 from chatgpt.trainer.schedule import permutation
 from chatgpt.types import Batch, Sequence
 
@@ -118,20 +119,12 @@ class PairwiseObjective(_RewardObjective):
         return total / batch.totals['weight'], metrics
 
 
-PAIR_RULES = changed(
-    ('loss_fn', 'use_margins', 'center_rewards_coefficient'),
-    lambda _: True,
-    '{name}={value!r} is of pairs of responses, and the data is labelled text: leave it out',
-)
-"""for `RewardModelConfig` with labelled text"""
-
-
 class LabelledObjective(_RewardObjective):
     """Binary cross-entropy with σ(score) as the probability of success. A record is a labelled text."""
 
     def records(self, data: SequenceOf[Any]) -> list[TokenizedLabelled]:
         records = of_kind(data, TokenizedLabelled)
-        check(self.config, PAIR_RULES)
+        check(self.config, LABELLED_RULES)
         for record in records:
             is_success(record.label, self.config.positive_label)
         return records
