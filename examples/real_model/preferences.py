@@ -4,9 +4,10 @@
     python examples/real_model/preferences.py PAIRS.jsonl [--out outputs/preferences] [--pretrain NAME_OR_FOLDER]
 
 PAIRS is a file of preferences in any form that `chatgpt-rlhf reward-model` reads. Pairs longer than --longest tokens
-are dropped, and a fifth of the others (at most 100) is held out. Learning rates, epochs of DPO and PPO and the KL
-coefficient are the defaults. Without --pretrain the model is converted from a wheel (model.py). Prints a table and
-writes it to --out, with the folders and report.html of the runs. To judge responses yourself:
+are dropped, and a fifth of the others is held out (for PPO, the prompts of at most 100 of them). Learning rates, epochs
+of DPO and PPO and the KL coefficient are the defaults. Without --pretrain the model is converted from a wheel
+(model.py). Prints a table and writes it to --out, with the folders and report.html of the runs. To judge responses
+yourself:
 
     chatgpt-rlhf compare --model outputs/preferences/model --model outputs/preferences/dpo/actor \\
         --prompts outputs/preferences/prompts_held_out.jsonl --db judged.sqlite
@@ -56,12 +57,12 @@ def main() -> None:
     task = Task('preferences', args)
     task.rows.append({'run': 'as it is'})
     rows = rows_of(args.pairs, AutoTokenizer.from_pretrained(task.start), args.longest, args.most)
-    cut = min(100, len(rows) // 5)
+    cut = len(rows) // 5
     print(f'{len(rows) - cut} pairs to learn from, {cut} held out')
     held_out, pairs = task.write('pairs_held_out.jsonl', rows[:cut]), task.write('pairs.jsonl', rows[cut:])
     words = ['--validation_file', held_out]
     reward = task.learn('reward_model', 'reward-model', pairs, *words, metric='rm/val_accuracy')
-    asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut]])
+    asked = task.write('prompts_held_out.jsonl', [{'prompt': row['prompt']} for row in rows[:cut][:100]])
     prompts = task.write('prompts.jsonl', [{'prompt': row['prompt']} for row in rows[cut:]])
     scored, models = ['--reward_model', reward, *RESPONSES], {'as it is': task.start}
     for name in args.runs:
