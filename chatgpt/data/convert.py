@@ -41,6 +41,14 @@ def to_records(example: Example, shape: str) -> list[dict[str, Any]]:
     return TARGETS[shape](example)
 
 
+def _prompt(example: Example) -> list[dict[str, Any]]:
+    """Returns the prompt and further columns, which reward functions may read; a text response is the answer."""
+    answer = {}
+    if isinstance(example, Demonstration) and isinstance(example.response, str):
+        answer = {'answer': example.response}
+    return [{**answer, **example.columns, 'prompt': plain_prompt(as_kind(example, 'prompt').prompt)}]
+
+
 def _completion(example: Example) -> list[dict[str, Any]]:
     found: Any = as_kind(example, 'demonstration')
     if found.prompt == '':
@@ -68,7 +76,21 @@ def _preference(example: Example) -> list[dict[str, Any]]:
     prompt = plain_prompt(found.prompt)
     texts = [_answer_text(found.prompt, response) for response in found.responses]
     columns = {'prompt': prompt} if prompt else {}
-    return [{**columns, 'chosen': better, 'rejected': worse} for better, worse in combinations(texts, 2)]
+    return [{**columns, 'chosen': texts[i], 'rejected': texts[j], **own} for i, j, own in _pairs(found)]
+
+
+def _pairs(found: Preference) -> list[tuple[int, int, dict[str, float]]]:
+    """Returns each better and worse response of an example by number, with the columns of their scores. Raises
+    BadRecord if all are equally good."""
+    numbers = combinations(range(len(found.responses)), 2)
+    if (scores := found.scores) is None:
+        return [(i, j, {}) for i, j in numbers]
+    pairs = [
+        (i, j, {'score_chosen': scores[i], 'score_rejected': scores[j]}) for i, j in numbers if scores[i] > scores[j]
+    ]
+    if not pairs:
+        raise BadRecord('equal scores of all answers, where a better and a worse one are needed')
+    return pairs
 
 
 def _dialogues(example: Example) -> list[dict[str, Any]]:
@@ -78,7 +100,7 @@ def _dialogues(example: Example) -> list[dict[str, Any]]:
     if prompt and not prompt.endswith('\n\nAssistant:'):
         prompt = f'\n\nHuman: {prompt}\n\nAssistant:'
     spaced = [_answer_text(prompt_turns(found.prompt) if prompt else '', response) for response in found.responses]
-    return [{'chosen': prompt + better, 'rejected': prompt + worse} for better, worse in combinations(spaced, 2)]
+    return [{'chosen': prompt + spaced[i], 'rejected': prompt + spaced[j], **own} for i, j, own in _pairs(found)]
 
 
 def _ranked(example: Example) -> list[dict[str, Any]]:
@@ -94,6 +116,7 @@ def _labelled(example: Example) -> list[dict[str, Any]]:
     """Returns KTO's shape: one desirable and one undesirable response of a pair; of ranked ones the first and the
     last."""
     if isinstance(example, Preference):
+        _pairs(example)
         given = [(example.responses[0], True), (example.responses[-1], False)]
     elif isinstance(example, Labelled) and isinstance(example.label, bool):
         given = [(example.response, example.label)]
@@ -115,7 +138,7 @@ def _text_label(example: Example) -> list[dict[str, Any]]:
 
 
 TARGETS: dict[str, Callable[[Example], list[dict[str, Any]]]] = {
-    'prompt': lambda example: [{'prompt': plain_prompt(as_kind(example, 'prompt').prompt)}],
+    'prompt': _prompt,
     'prompt_completion': _completion,
     'alpaca': _alpaca,
     'messages': lambda example: [{'messages': [turn._asdict() for turn in _all_turns(example)]}],
@@ -180,10 +203,10 @@ def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
         return
     with open(path, 'w', encoding='utf-8', newline='') as file:
         if suffix == '.json':
-            json.dump(rows, file, ensure_ascii=False, indent=2)
+            json.dump(rows, file, ensure_ascii=False, indent=2, default=str)
             file.write('\n')
         elif suffix == '.jsonl':
-            file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + '\n' for row in rows)
         else:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()

@@ -396,9 +396,12 @@ def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...],
         before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
         after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)
         if not before.startswith(done) or not after.startswith(before):
+            does = 'begins answers with something that it leaves out afterwards'  # such as <think>
+            if not before.startswith(done):
+                does = f'rewrites earlier turns when turn {i + 1} is added'
             raise BadRecord(
-                f"the tokenizer's chat template rewrites earlier turns when turn {i + 1} is added, so answers cannot "
-                'be told apart; use apply_chat_template=False'
+                f"the tokenizer's chat template {does}, so answers cannot be told apart; set another "
+                'tokenizer.chat_template, which writes a conversation piece by piece'
             )
         pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
         done = after

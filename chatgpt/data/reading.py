@@ -113,7 +113,8 @@ def read_records(
     source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name (or name:folder), a
         `datasets` object, or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. File names
         may end in `.gz`.
-    split, subset: part of a hub data set or `DatasetDict`; no effect on other sources.
+    split, subset: part of a hub data set or `DatasetDict`. Of a folder, files whose names begin with the split are
+        read, or all if there are none. No effect on other sources.
     streaming: read a hub data set over the network instead of downloading it first.
     text_separator: separates records of a plain text file; blank lines by default, '\\n' makes each line a record, ''
         the whole file.
@@ -239,7 +240,8 @@ def _folder(path: Path, bad: BadRecords, split: str, separator: str) -> Iterator
     files = sorted(p for p in path.iterdir() if suffix_of(p) in SUFFIXES)
     if not files:
         raise ValueError(f'{path}: the folder holds no data file; known are {", ".join(SUFFIXES)}')
-    for file in files:
+    of_split = re.compile(rf'{re.escape(split)}(?![a-z])', re.IGNORECASE)
+    for file in [p for p in files if of_split.match(p.name)] or files:
         yield from _open_path(file, bad, split, separator)[1]
 
 

@@ -41,7 +41,7 @@ PAIRS = (('chosen', 'rejected'), ('response_j', 'response_k'))
 RANKED = ('responses', 'completions', 'candidates', 'answers')
 LABEL = ('label', 'reward')
 SHAPES = {
-    'preference': 'prompt | instruction [input] | question | messages | context, with chosen and rejected',
+    'preference': 'prompt | instruction [input] | question | messages | context | input, with chosen and rejected',
     'dialogues': 'chosen and rejected as whole dialogues or texts',
     'ranked': 'prompt and responses (best first, or with scores or ranks)',
     'compared': 'prompt | instruction [input], response1 and response2 with annotator1, annotator2, ... (1, 2, or 0 '
@@ -52,6 +52,9 @@ SHAPES = {
     'prompt': 'prompt',
     'text': 'text, optionally with label or reward',
 }
+_SCORES = (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score'))
+_OPTIONAL = frozenset({'scores', 'ranks', 'margin', 'system', 'history', *TURNS}.union(*_SCORES))
+"""an empty cell in one of these columns is an absent one"""
 KNOWN = frozenset({'instruction', 'text'}.union(PROMPT, ANSWER, INPUT, TURNS, COMPARED, RANKED, LABEL, *PAIRS))
 _COMMANDS = {
     PromptExample: 'ppo, or another one with a reward',
@@ -66,6 +69,8 @@ _ROLES = {
     **dict.fromkeys(('assistant', 'gpt', 'chatgpt', 'bot', 'model', 'function_call'), _ASSISTANT),
     **dict.fromkeys(('tool', 'function', 'observation'), 'tool'),
 }
+_UNREAD = ('tool_calls', 'function_call', 'reasoning_content')
+"""parts of a turn beside its content, whose loss would change what a model learns"""
 _HH_ASSISTANT = '\n\nAssistant:'
 
 
@@ -74,7 +79,7 @@ def shape_of(data: Mapping[str, Any]) -> str:
     has = {key for key, value in data.items() if value is not None}
     turns = _first(has, TURNS) is not None or _holds_turns(data.get('prompt'))
     if any(better in has and worse in has for better, worse in PAIRS):
-        return 'preference' if turns or has & {'instruction', 'context'} or _first(has, PROMPT) else 'dialogues'
+        return 'preference' if turns or has & {'instruction', *INPUT} or _first(has, PROMPT) else 'dialogues'
     if has.issuperset(COMPARED) and ('instruction' in has or _first(has, PROMPT)):
         return 'compared'
     if _first(has, PROMPT) and _first(has, RANKED):
@@ -114,6 +119,7 @@ def to_example(data: Mapping[str, Any], where: str = 'data') -> Example:
     >>> to_example({'question': '2 + 3?', 'answer': '5'})
     Demonstration(prompt='2 + 3?', response='5', columns={}, where='data')
     """
+    data = {k: v for k, v in data.items() if k not in _OPTIONAL or not (isinstance(v, str) and not v)}
     return _BUILDERS[shape_of(data)](data, where)
 
 
@@ -138,7 +144,7 @@ def _dialogues(data: Mapping[str, Any], where: str) -> Example:
 
 
 def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: str) -> Example:
-    columns = _rest(data, {better, worse, *TURNS, *PROMPT, 'context', 'system'})
+    columns = _rest(data, {better, worse, *TURNS, *PROMPT, *INPUT, 'system'})
     if isinstance(data[better], str) and isinstance(data[worse], str) and not _holds_turns(data[better]):
         a, b = data[better], data[worse]
         if _HH_ASSISTANT not in a and _HH_ASSISTANT not in b:
@@ -228,7 +234,8 @@ def _ranked(data: Mapping[str, Any], where: str) -> Example:
             )
         order = sorted(range(len(given)), key=lambda i: sign * given[i])
         responses = [responses[i] for i in order]
-        scores = tuple(float(given[i]) for i in order) if name == 'scores' else None
+        if name == 'scores' or len(set(given)) < len(given):  # equal ranks make no pair
+            scores = tuple(-sign * float(given[i]) for i in order)
         break
     return _checked_preference(prompt, tuple(responses), scores, _rest(data, {*used, key, 'scores', 'ranks'}), where)
 
@@ -311,16 +318,14 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         if all(turn.role == 'system' for turn in turns_given):
             raise BadRecord(f'{key} has no turn but the system message')
         return turns_given, {key, 'system'}
-    if _first(set(data), PROMPT) is None and data.get('context') is not None:  # ColossalAI's pairs
-        if _holds_turns(data['context']):
-            return _with_system(messages_of(data['context'], 'context'), data), {'context', 'system'}
-        text = _string(data['context'], 'context')
-        _not_blank(text, 'the context')
-        return text, {'context'}
-    key = _first_given(data, PROMPT)
-    prompt_text = _string(data[key], key)
-    _not_blank(prompt_text, 'the prompt')
-    return prompt_text, {key}
+    key = _first_given(data, (*PROMPT, *reversed(INPUT)))  # pairs may call the prompt context (ColossalAI) or input
+    if _holds_turns(data[key]):
+        return _with_system(messages_of(data[key], key), data), {key, 'system'}
+    text = _string(data[key], key)
+    _not_blank(text, f'the {"prompt" if key in PROMPT else key}')
+    if data.get('system'):
+        return _with_system((Message(_USER, text),), data), {key, 'system'}
+    return text, {key}
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
@@ -340,6 +345,9 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             raise BadRecord(
                 f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed'
             )
+        left_out = [name for name in _UNREAD if turn.get(name)] + ['weight 0'] * (turn.get('weight') == 0)
+        if left_out:
+            raise BadRecord(f'turn {i} of {column} has {left_out[0]}, which is not read; write it into the content')
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
         if not isinstance(role, str) or role.lower() not in _ROLES:
             raise BadRecord(f'turn {i} of {column} has the role {role!r}; known are {", ".join(_ROLES)}')
@@ -388,7 +396,7 @@ def _checked_preference(
 
 def _pair_scores(data: Mapping[str, Any]) -> tuple[float, float] | None:
     """Returns UltraFeedback's score_chosen and score_rejected, or scores with the given margin."""
-    for better, worse in (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score')):
+    for better, worse in _SCORES:
         if data.get(better) is not None and data.get(worse) is not None:
             return _number(data[better], better), _number(data[worse], worse)
     return (_number(data['margin'], 'margin'), 0.0) if data.get('margin') is not None else None
@@ -439,7 +447,7 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith(('[', '{')):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or very deep brackets
             return value
     return value.tolist() if hasattr(value, 'tolist') else value
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from chatgpt.environments.base import EnvironmentFactory
+from chatgpt.environments.base import Environment, EnvironmentFactory
 from chatgpt.environments.host import name_of
 from chatgpt.environments.openenv import openenv_server
 from chatgpt.environments.tools import ToolFactory
@@ -112,7 +112,7 @@ def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
     """
     inner: Any = factory.func if isinstance(factory, partial) else factory
     is_class = isinstance(inner, type)
-    if not is_class:
+    if not is_class or issubclass(inner, Environment):
         return factory
     methods = {name for name in dir(inner) if not name.startswith('_') and callable(getattr(inner, name))}
     if {'step', 'init'} <= methods and 'reset' not in methods:

@@ -171,6 +171,8 @@ def shown(value: Any, length: int = 80) -> str:
 
 def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Adds text to a conversation: to its last turn if that is the user's, else as a new turn of the user."""
+    if messages and not text:
+        return messages
     if not messages or messages[-1]['role'] != 'user':
         return [*messages, {'role': 'user', 'content': text}]
     return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]

@@ -62,6 +62,8 @@ class Limits:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
                 raise ValueError(f'Limits({name}={value!r}): give a number above 0')
+            if name != 'wall_s' and not isinstance(value, int):
+                raise ValueError(f'Limits({name}={value!r}): give a whole number')
 
 
 class Outcome(NamedTuple):
@@ -252,8 +254,8 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, info_read: int, limit
                     selector.unregister(stdout)
             # WNOWAIT leaves the process unreaped, so that its pid is not reused
             ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            if ended and any(key.fileobj is stdout for key, _ in ready):
-                continue
+            if ended and any(key.fileobj is stdout for key, _ in selector.select(0)):
+                continue  # what it wrote last is not read yet
             if folder is not None:
                 held = os.fstatvfs(folder)
                 if held.f_bfree == 0 or held.f_files - held.f_ffree - 1 > limits.folder_entries:
@@ -350,7 +352,9 @@ class PythonTool:
         return '\n'.join(line for line in lines if line) or '[no output]'
 
 
-BLOCK = re.compile(r'```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)', re.DOTALL)
+BLOCK = re.compile(r'```([^\n`]*)\n(.*?)(?:```|\Z)', re.DOTALL)
+PYTHON = ('', 'python', 'py', 'python3')
+"""languages of fenced blocks that are Python"""
 
 
 def python_block(response: str) -> str | None:
@@ -360,5 +364,5 @@ def python_block(response: str) -> str | None:
     >>> python_block('So:\\n```python\\nprint(6 * 7)\\n```')
     'print(6 * 7)\\n'
     """
-    blocks: list[str] = BLOCK.findall(response)
+    blocks = [code for language, code in BLOCK.findall(response) if language.strip().lower() in PYTHON]
     return blocks[-1] if blocks else None

@@ -24,6 +24,10 @@ from chatgpt.environments.host import name_of
 RESERVED = ('reset', 'get_reward', 'turn_reward', 'close')
 
 
+_Reusable = tuple[Any, asyncio.AbstractEventLoop | None]
+"""an object with tools, and the event loop to which its connections are bound"""
+
+
 class ToolFactory:
     """Makes the environments of a class with tools. Objects of the class are reused, as in TRL, so the constructor runs
     only once per concurrent episode.
@@ -57,14 +61,14 @@ class ToolFactory:
         self.gives_rewards = bool(self.rewards) or any(
             callable(getattr(environment, name, None)) for name in ('get_reward', 'turn_reward')
         )
-        self._free = deque([environment])
+        self._free: deque[_Reusable] = deque([(environment, None)])
 
     def __call__(self) -> ToolEnvironment:
         try:
-            environment = self._free.pop()
+            environment, loop = self._free.pop()
         except IndexError:
-            environment = self.make()
-        return ToolEnvironment(environment, self.rewards, self._free)
+            environment, loop = self.make(), None
+        return ToolEnvironment(environment, self.rewards, self._free, loop)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {'_free': deque()}
@@ -73,12 +77,17 @@ class ToolFactory:
 class ToolEnvironment:
     """An object with tools as an `Environment` over messages."""
 
-    def __init__(self, environment: Any, rewards: Sequence[Callable[..., Any]] = (), free: Any = None) -> None:
-        self.environment, self._rewards, self._free = environment, rewards, free
+    def __init__(
+        self,
+        environment: Any,
+        rewards: Sequence[Callable[..., Any]] = (),
+        free: deque[_Reusable] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.environment, self._rewards, self._free, self._loop = environment, rewards, free, loop
         self._tools = tools_of(environment)
         sources = [*rewards, *(n for n in ('get_reward', 'turn_reward') if callable(getattr(environment, n, None)))]
         self._alone = len(sources) == 1
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._busy = False
         self._columns: dict[str, Any] = {}
         self._prompt: list[dict[str, Any]] = []
@@ -116,10 +125,10 @@ class ToolEnvironment:
         return self._final()
 
     def close(self) -> None:
-        if self._loop is not None:
-            self._loop.close()
         if self._free is not None and not self._busy:  # an object that hangs or has raised is not reused
-            self._free.append(self.environment)
+            self._free.append((self.environment, self._loop))
+        elif self._loop is not None:
+            self._loop.close()
         self._free = None
 
     # ------------------------------------------------------------------ tools

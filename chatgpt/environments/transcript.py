@@ -290,18 +290,21 @@ def choose_text_for(environment: Any, tokenizer: Any) -> None:
 
 
 class TextOrChat:
-    """`PlainText` until an environment's first observation is messages, from then on a `ChatTemplate`."""
+    """`PlainText` until a prompt or an environment's first observation is messages, from then on a `ChatTemplate`."""
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self, tokenizer: Any, options: Mapping[str, Any] | None = None, apply_chat_template: bool | None = None
+    ) -> None:
+        self.tokenizer, self.options, self.apply_chat_template = tokenizer, options, apply_chat_template
         self.format: TranscriptFormat = PlainText(tokenizer)
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
-        if isinstance(observation, list) and isinstance(self.format, PlainText):
+        turns = isinstance(observation, list) or prompt.messages is not None
+        if turns and isinstance(self.format, PlainText):
             self.format = ChatTemplate(self.tokenizer, options=self.options)
             note_turns(self.tokenizer)
         elif isinstance(self.format, PlainText):
-            text_is_turn(self.tokenizer, None)  # warns once if there is a template
+            text_is_turn(self.tokenizer, self.apply_chat_template)  # warns once of a template without a choice
         return self.format.first(prompt, observation)
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:

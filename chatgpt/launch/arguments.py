@@ -244,7 +244,8 @@ def run_main(main: Callable[[], Any]) -> None:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
         print_error(f'error: {_one_line(error)}')
-        failed = ('RewardFunctionError', 'SaveError')  # by name: importing the classes would import torch
+        # by name: importing the classes would import torch
+        failed = ('RewardFunctionError', 'SaveError', 'WorkerDied', 'WorkerError', 'EnvironmentsHang', 'EpisodesFailed')
         again = type(error).__name__ in failed or str(error).startswith(tuple(f'rank 0: {name}: ' for name in failed))
         raise SystemExit(1 if again else 2) from None  # 2: the same call would fail again
     if isinstance(code, int) and code:

@@ -30,6 +30,7 @@ from chatgpt.data.formats import (
     is_for_encoder_decoder,
     note_model,
     shown_format,
+    template_of,
     text_choice,
 )
 from chatgpt.data.loading import left_out
@@ -255,6 +256,12 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         prompts = load_prompts(demo_world.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
         inputs.reward = inputs.reward or demo_world.true_reward
     adopt_turns(tokenizer, prompts)  # before the eval prompts can decide it
+    if text_choice(tokenizer) and template_of(inputs.reward_tokenizer) not in (None, template_of(tokenizer)):
+        warnings.warn(
+            f'{run.reward_model} has a chat template of its own, and scores texts in the template of the policy, which '
+            'it was not trained on: give a --reward_fn that renders conversations for it',
+            stacklevel=2,
+        )
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer, context)
     named = {'prompt': inputs.train, 'eval prompt': inputs.validation}

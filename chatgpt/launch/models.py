@@ -20,7 +20,7 @@ from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.reward_model import is_scorer
 from chatgpt.nn.shared import SharedTrunk
-from chatgpt.nn.trunk import width_of
+from chatgpt.nn.trunk import recompute_activations, width_of
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.policy import policy_class
 
@@ -132,6 +132,8 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     elif takes_reward_model(run, inputs.reward_tokenizer) and _has_head(reward):
         head = bins_head(inputs, reward.model.config)
         critic = nn.Critic.from_reward_model(reward, value_head=head, **run.lora_keywords())
+        if run.gradient_checkpointing:
+            recompute_activations(critic.model)
     elif own_critic:
         critic = build_model(for_critic, 'Critic', value_head=bins_head(inputs))
     mask = deepcopy(actor) if policy_class(settings).takes_copy else None

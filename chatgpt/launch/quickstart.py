@@ -75,7 +75,8 @@ GIVEN_OTHERWISE: dict[str, str] = {
     ),
     **dict.fromkeys(('dataset', 'pack_examples'), 'give samples or preferences'),
     'ilql.skip_bad_records': 'each of samples has its number in rewards',
-    **dict.fromkeys(('validation_file', 'validation_percentage', 'early_stopping_patience'), 'give eval_prompts'),
+    **dict.fromkeys(('validation_file', 'validation_percentage'), 'give eval_prompts'),
+    'early_stopping_patience': 'give callbacks=[StopOnPlateau(...)]',
     'reward_model': 'give reward_fn, which may be a model',
     'stop_string': 'give stop_sequences',
     'max_len': 'give max_length',
@@ -422,6 +423,8 @@ def _run(kind: str, chosen: Mapping[str, Any], model: Any, reward_fn: Any, envir
 def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environment: Any) -> None:
     """Sets prompts, reward, environment and the texts of PPO-ptx in `inputs`."""
     tokenizer = inputs.tokenizer
+    if environment is not None:
+        choose_text_for(environment, tokenizer)
     inputs.train = None if prompts is None else as_prompts(prompts, tokenizer)
     adopt_turns(tokenizer, inputs.train)  # before the eval prompts can decide it
     bounded = bool(inputs.generation.get('max_length'))  # which bounds responses too
@@ -431,7 +434,6 @@ def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environ
     inputs.reward = made(reward_fn)
     check_columns(as_scorer(inputs.reward), inputs.train or ())
     if environment is not None:
-        choose_text_for(environment, tokenizer)
         inputs.environment, inputs.environment_settings = environment, run.environment_settings()
         tasks = tasks_without_prompts() if inputs.train is None else inputs.train
         inputs.longest_opening = longest_opening(environment, inputs.environment_settings, tokenizer, tasks, run.seed)

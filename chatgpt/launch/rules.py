@@ -108,6 +108,20 @@ def _liger_temperature(s: Any) -> str | None:
 
 PPO_RUN_RULES = [
     Rule(
+        lambda s: (
+            s.optimizer == 'sgd' and s.base and s.critic_lr is None and s.critic == 'own' and s.estimator.needs_values
+        ),
+        'optimizer=sgd has no default learning rate: give critic_lr too',
+    ),
+    Rule(
+        lambda s: s.num_layers_unfrozen == 0,
+        'num_layers_unfrozen=0 leaves no block to train: give how many top blocks, or -1 for all',
+    ),
+    Rule(
+        lambda s: s.environment and not s.prompt_path and s.validation_percentage,
+        'validation_percentage splits prompts, and tasks of an environment are drawn: give eval_episodes',
+    ),
+    Rule(
         lambda s: s.overlong_buffer and s.max_new_tokens and s.overlong_buffer > s.max_new_tokens,
         'overlong_buffer={s.overlong_buffer} is a part of max_new_tokens={s.max_new_tokens}; it must not be larger',
     ),
@@ -199,6 +213,11 @@ PPO_RUN_RULES = [
         lambda s: s.vllm_tensor_parallel > 1 and (s.engine != 'vllm' or s.rollout_workers),
         'vllm_tensor_parallel={s.vllm_tensor_parallel} is about engine vllm in the training processes: give it, and no '
         'rollout_workers, whose rollout_resources say how many GPUs each has',
+    ),
+    Rule(
+        lambda s: s.vllm_tensor_parallel > 1 and s.environment,
+        'vllm_tensor_parallel: ranks generate together, and episodes take a different number of turns on each: leave '
+        'it out, or use rollout_workers',
     ),
     Rule(
         lambda s: s.vllm_tensor_parallel > 1 and (s.tensor_parallel > 1 or s.sequence_parallel > 1),

@@ -587,7 +587,8 @@ def run_class(name: str) -> type[Run]:
 def _run_class(name: str, about: str, config: type[Settings]) -> type[Run]:
     base = PreferenceRun if issubclass(config, PreferenceConfig) else DataRun
     common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
-    own = {'__doc__': about, 'method': name, 'config_class': config, 'common': common}
+    trained = {'RM': 'reward_model', 'Critic': 'critic'}.get(METHODS.find(name).model, 'actor')
+    own = {'__doc__': about, 'method': name, 'config_class': config, 'common': common, 'trained': trained}
     known = {f.name: f.default for f in fields(base)}
     others = [f for f in fields(config) if f.name in known and f.default != known[f.name]]  # as in RewardRun
     hints = get_type_hints(config)  # types of a user's own module are not known here by their names

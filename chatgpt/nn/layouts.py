@@ -23,7 +23,7 @@ from transformers import AutoModel, DynamicCache, EncoderDecoderCache, PreTraine
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from chatgpt.nn.trunk import base_model, is_encoder_decoder, position_limit, run_trunk
+from chatgpt.nn.trunk import base_model, beyond_keys_and_values, is_encoder_decoder, position_limit, run_trunk
 from chatgpt.types import Batch
 
 UNSUPPORTED = ('fsmt', 'prophetnet', 'seamless_m4t', 'seamless_m4t_v2')
@@ -81,10 +81,15 @@ class DecoderOnly:
 
     def reader(self, actor: Any, prompt_ids: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Returns the ids to read first for a response to a prompt (P,), and a function that maps the next ids (1, n)
-        to states (1, n, D), with a cache."""
-        cache = DynamicCache()
+        to states (1, n, D), with a cache, or by reading all again where a cache of keys and values is not enough."""
+        cache, seen = DynamicCache(), prompt_ids[None, :0]
+        again = bool(beyond_keys_and_values(actor.model))
 
         def states_of(ids: Tensor) -> Tensor:
+            nonlocal seen
+            if again:
+                seen = torch.cat([seen, ids], dim=1)
+                return actor.trunk(seen, position_ids=torch.arange(seen.shape[1], device=ids.device)[None])
             start = cache.get_seq_length()
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
             return actor.trunk(ids, position_ids=positions, past_key_values=cache, use_cache=True)

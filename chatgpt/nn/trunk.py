@@ -173,6 +173,18 @@ def accepts(model: nn.Module, name: str) -> bool:
     return _takes(type(model).forward, name)
 
 
+def beyond_keys_and_values(model: Any) -> str:
+    """Returns why a cache of keys and values of tokens is not enough to decode with a causal model, or ''."""
+    kinds = {str(kind) for kind in getattr(text_config(model.config), 'layer_types', None) or ()}
+    other = sorted(kinds.difference(('full_attention', 'sliding_attention', 'chunked_attention')))
+    running = any(kind in ('linear_attention', 'conv') or 'hybrid' in kind for kind in other)
+    if running or getattr(model, '_is_stateful', False):
+        return 'its layers keep a running state, and not only keys and values of tokens'
+    if other:
+        return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'
+    return '' if accepts(base_model(model), 'past_key_values') else 'it takes no cache of keys and values'
+
+
 def run_trunk(
     model: nn.Module,
     input_ids: Tensor,

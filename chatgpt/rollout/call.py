@@ -138,6 +138,19 @@ class Call:
             columns=prompt.columns,
         )
 
+    def not_finite(self, i: int, position: int) -> FloatingPointError:
+        return FloatingPointError(
+            f'generate: the logits of sample {self.indices[i]} are not finite at response position {position}; check '
+            "the policy's weights and precision"
+        )
+
+    def check_finite(self, logprobs: Tensor, filtered_logprobs: Tensor, lengths: Sequence[int]) -> None:
+        """Raises FloatingPointError if a number of (prompts, T) tables is not finite within the responses."""
+        counted = torch.arange(logprobs.shape[1]) < torch.tensor(lengths)[:, None]
+        bad = (counted & ~(torch.isfinite(filtered_logprobs) & torch.isfinite(logprobs))).nonzero()
+        if len(bad):
+            raise self.not_finite(*bad[0].tolist())
+
     def samples(
         self, tables: Sequence[Tensor], lengths: Sequence[int], reasons: Sequence[FinishReason]
     ) -> list[Sample]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from chatgpt.data.formats import copy_tokenizer, note_turns, template_of
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
 from chatgpt.environments.base import InvalidStep, Observation, joined
 from chatgpt.environments.registry import described
@@ -79,11 +80,21 @@ class EpisodeEngine(EngineAround):
         self.runner = Runner(self.factory, self.settings)
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
+        if engine.abilities.spans_ranks and not engine.abilities.takes_environments:
+            raise ValueError(
+                'episodes take a different number of turns on each rank, and ranks call this engine together: leave '
+                'vllm_tensor_parallel out, or use rollout workers'
+            )
         self.is_remote = engine.abilities.takes_environments
         """True if environments run in the engine's workers"""
         if self.is_remote:
-            given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
-            engine.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+            # what is recorded of a tokenizer is not sent with it
+            sent = copy_tokenizer(tokenizer)
+            sent.chat_template = template_of(tokenizer)
+            turns = takes_turns(self.factory, tokenizer, self.settings) or self.settings.apply_chat_template
+            given = {'environment': environment, 'tokenizer': sent, 'stop_strings': stop_strings}
+            given |= {'settings': replace(self.settings, apply_chat_template=turns), 'transcript': transcript}
+            engine.put_around(partial(EpisodeEngine, **given))
         ahead = self.is_remote and engine.abilities.answers_ahead
         self.abilities = replace(
             engine.abilities, answers_ahead=ahead, runs_actor=False, plays_turns=False, takes_environments=False
@@ -92,8 +103,9 @@ class EpisodeEngine(EngineAround):
     def _transcript(self) -> TranscriptFormat:
         tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
         if takes_turns(self.factory, self.tokenizer, self.settings):
+            note_turns(self.tokenizer)
             return ChatTemplate(self.tokenizer, tools, options)
-        return TextOrChat(self.tokenizer, options)
+        return TextOrChat(self.tokenizer, options, self.settings.apply_chat_template)
 
     def begin(self, actor: Actor) -> None:
         check_writes_turns(getattr(actor, 'config', None))

@@ -252,16 +252,11 @@ class ExactDraws(EngineAround):
             else:
                 rest.setdefault(max(sampling.min_new_tokens - position - 1, 0), []).append(i)
         for barred, members in rest.items():
-            limits = [call.room(i) for i in members]
-            room = [limit - samples[i].num_actions for i, limit in zip(members, limits, strict=True)]
-            # One call for all. Responses are cut at their own limits afterwards, and by `stop`, which needs the whole
-            # response and not only the part that the engine generates here.
+            room = [call.room(i) - samples[i].num_actions for i in members]
+            # One call for all. Responses are cut afterwards by `stop`, which needs the whole response and not only the
+            # part that the engine generates here.
             of_rest = replace(
-                sampling,
-                max_new_tokens=max(room),
-                max_length=max(len(call.prompts[i].ids) + limit for i, limit in zip(members, limits, strict=True)),
-                min_new_tokens=min(barred, max(room)),
-                stop=None,
+                sampling, max_new_tokens=max(room), max_length=None, min_new_tokens=min(barred, max(room)), stop=None
             )
             rest_call = Call.of(
                 [Prompt(ids=torch.cat([samples[i].prompt_ids, samples[i].response_ids])) for i in members],
@@ -269,10 +264,11 @@ class ExactDraws(EngineAround):
                 seed=call.seed,
                 indices=[call.indices[i] for i in members],
                 offsets=[call.offsets[i] + samples[i].num_actions for i in members],
+                limits=room,
             )
             further = self.engine.generate(rest_call)
-            for i, limit, more in zip(members, limits, further, strict=True):
-                samples[i] = self._joined(sampling, samples[i], more, limit)
+            for i, more in zip(members, further, strict=True):
+                samples[i] = self._joined(sampling, samples[i], more, call.room(i))
         return {i: changes[i].position + 1 for members in rest.values() for i in members}
 
     @staticmethod

@@ -25,7 +25,7 @@ from chatgpt.nn.actor import Actor
 from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.layouts import start_token
 from chatgpt.nn.packing import flat_hidden
-from chatgpt.nn.trunk import base_model, is_encoder_decoder, row_limit, text_config
+from chatgpt.nn.trunk import base_model, is_encoder_decoder, position_limit, row_limit, text_config
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import Abilities, CheckedEngine, changing_shapes
 from chatgpt.rollout.local.masks import windows_of
@@ -228,16 +228,24 @@ class HFEngine(CheckedEngine):
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         samples: dict[int, Sample] = {}
         lengths = [len(prompt.ids) for prompt in call.prompts]
-        for places in self._batches(lengths, self._pads_to(max(lengths, default=0) + max(limits, default=0))):
+        longest = max(lengths, default=0) + max(limits, default=0)
+        most = None if is_encoder_decoder(self._actor.model) else position_limit(self._actor.model.config)
+        # a batch generates as many tokens for each row as for the one with the highest limit
+        apart = most is not None and longest > most
+        keys = [
+            (0 if self._pads_to(longest) else length, apart * limit)
+            for length, limit in zip(lengths, limits, strict=True)
+        ]
+        for places in self._batches(keys):
             part = call.part(places)
             samples |= zip(places, self._batch(part, [limits[i] for i in places]), strict=True)
         return [samples[i] for i in range(len(limits))]
 
-    def _batches(self, lengths: list[int], pads: bool) -> Iterator[list[int]]:
-        """Yields the positions of the prompts of each batch."""
-        groups: dict[int, list[int]] = {}
-        for place, length in enumerate(lengths):
-            groups.setdefault(0 if pads else length, []).append(place)
+    def _batches(self, keys: list[tuple[int, int]]) -> Iterator[list[int]]:
+        """Yields the positions of the prompts of each batch, which have equal keys."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, key in enumerate(keys):
+            groups.setdefault(key, []).append(place)
         for group in groups.values():
             for first in range(0, len(group), self.max_batch_size):
                 yield group[first : first + self.max_batch_size]
@@ -264,6 +272,8 @@ class HFEngine(CheckedEngine):
                 f'HFEngine: {type(self._actor).__name__} draws from logits of its own, which only sampling and greedy '
                 f'decoding see; leave out {", ".join(sampling.extra)}'
             )
+        elif stop is not None and (config.num_beams or 1) > 1:
+            raise ValueError('HFEngine: a beam cannot stop alone; leave num_beams out, or stop and stop_strings')
         else:  # with beams a row's token may come from another row's logits, which is known only at the end
             config.output_logits = config.output_scores = True
         self.abilities = Abilities(copies_weights=False, reproducible=record is not None)
@@ -289,6 +299,7 @@ class HFEngine(CheckedEngine):
         stopped_at = stop.stopped_at if stop else [None] * len(prompts)
         rows = zip(responses.tolist(), stopped_at, limits, strict=True)
         ends = [_response_length(ids, sampling.eos_token_ids, at, limit) for ids, at, limit in rows]
+        call.check_finite(logprobs, filtered, [length for length, _ in ends])
         return call.samples((responses.cpu(), logprobs, filtered, edges), *zip(*ends, strict=True))
 
 
@@ -369,7 +380,8 @@ def padded(sequences: Sequence[Tensor], pad_id: int, *, on_left: bool) -> tuple[
 def _pad_token(model: Any, sampling: SamplingParams) -> int:
     """Returns the padding token; for an encoder-decoder the config's own, because its positions may depend on it."""
     own = getattr(model.config, 'pad_token_id', None) if is_encoder_decoder(model) else None
-    return sampling.pad_token_id if own is None else own
+    pad = sampling.pad_token_id if own is None else own
+    return pad if pad < text_config(model.config).vocab_size else 0  # it is masked, but embedded
 
 
 def _response_length(
@@ -394,7 +406,7 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int, model: Any
         'max_new_tokens': max_new_tokens,
         'do_sample': sampling.do_sample,
         'eos_token_id': list(sampling.eos_token_ids) or None,
-        'pad_token_id': sampling.pad_token_id,
+        'pad_token_id': _pad_token(model, sampling),
         'min_new_tokens': sampling.min_new_tokens or None,
         'return_dict_in_generate': True,
         'use_cache': True,

@@ -23,15 +23,19 @@ class EngineEntry:
 
 
 def engine_for(actor: Any, **options: Any) -> RolloutEngine:
-    """Returns the default engine of a policy: 'hf' for an encoder-decoder, else 'local' with these options.
+    """Returns the default engine of a policy: 'hf' for an encoder-decoder and for a model whose cache holds more than
+    keys and values, else 'local' with these options.
 
     actor: not wrapped by a strategy.
     """
-    from chatgpt.nn.trunk import is_encoder_decoder
+    from chatgpt.nn.trunk import beyond_keys_and_values, is_encoder_decoder
     from chatgpt.rollout.hf import HFEngine
     from chatgpt.rollout.local import LocalEngine
 
-    return HFEngine() if is_encoder_decoder(getattr(actor, 'model', None)) else LocalEngine(**options)
+    model = getattr(actor, 'model', None)
+    if model is not None and (is_encoder_decoder(model) or beyond_keys_and_values(model)):
+        return HFEngine()
+    return LocalEngine(**options)
 
 
 ENGINES: Registry[EngineEntry] = Registry(

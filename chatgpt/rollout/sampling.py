@@ -313,6 +313,8 @@ def sampling_for(
     sampling = SamplingParams.from_generation_kwargs(**given)
     if not stop_strings:
         return sampling, None
+    if sampling.stop is not None:
+        raise ValueError('stop and stop_strings are both given; give one')
     if tokenizer is None:
         raise ValueError('stop_strings needs a tokenizer')
     matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))

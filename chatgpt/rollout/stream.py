@@ -29,22 +29,24 @@ def stream_tokens(
         prompt_ids: (P,) int64, P >= 1.
 
     Raises:
-        ValueError: an empty prompt, no room for a response, or a sequence longer than the model's positions.
+        ValueError: an empty prompt, no room for a response, a sequence longer than the model's positions, or settings
+            of transformers that only `HFEngine` knows.
+        FloatingPointError: logits that are not finite.
     """
     call = Call.of([Prompt(ids=prompt_ids)], sampling, seed=seed, indices=[index])
+    if sampling.extra:
+        raise ValueError(f'stream_tokens cannot do {", ".join(sampling.extra)}; leave it out')
     (limit,) = call.checked(text_config(actor.model.config))
     with in_eval_mode(actor):
-        yield from _decode(actor, prompt_ids, sampling, limit, seed, index)
+        yield from _decode(actor, call, limit)
 
 
 @torch.inference_mode()
-def _decode(
-    actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, limit: int, seed: int, index: int
-) -> Iterator[int]:
-    device = next(actor.parameters()).device
+def _decode(actor: Actor, call: Call, limit: int) -> Iterator[int]:
+    device, sampling = next(actor.parameters()).device, call.sampling
     sampler = TokenSampler(sampling, device)
-    key = sample_keys(seed, torch.tensor([index], dtype=torch.int64, device=device))
-    first, states_of = layout_of(actor.model).reader(actor, prompt_ids.to(device))
+    key = sample_keys(call.seed, torch.tensor(call.indices, dtype=torch.int64, device=device))
+    first, states_of = layout_of(actor.model).reader(actor, call.prompts[0].ids.to(device))
     ids = first[None]
     past: list[int] = []
     while len(past) < limit:
@@ -54,7 +56,10 @@ def _decode(
         too_short = (
             torch.tensor([len(past) < sampling.min_new_tokens], device=device) if sampling.eos_token_ids else None
         )
-        token = int(sampler(actor.head(hidden[:, -1]), uniform, too_short).token)
+        draw = sampler(actor.head(hidden[:, -1]), uniform, too_short)
+        if not draw.logprob.isfinite():
+            raise call.not_finite(0, len(past))
+        token = int(draw.token)
         past.append(token)
         yield token
         if token in sampling.eos_token_ids:

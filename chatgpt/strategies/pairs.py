@@ -60,13 +60,18 @@ def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) 
         elif isinstance(item, Optimizer):
             raise ValueError('prepare: an optimizer came without its model; give them as a pair (model, optimizer)')
         elif isinstance(item, (tuple, list)):
-            weighted = len(item) == 2 and isinstance(item[0], (int, float)) and callable(item[1])  # a reward's weight
+            weighted = len(item) == 2 and isinstance(item[0], (int, float)) and _is_ready(item[1])  # a reward's weight
             check_items(item[1:] if weighted else item, pairs)
-        elif not (item is None or callable(item)):
+        elif not (item is None or _is_ready(item)):
             raise ValueError(
                 f'prepare: cannot prepare a {type(item).__name__}; give modules, (model, optimizer) pairs, functions, '
                 'None, or lists and tuples of them'
             )
+
+
+def _is_ready(item: Any) -> bool:
+    """Returns True for a function, a module and an object that scores."""
+    return callable(item) or callable(getattr(item, 'score', None))
 
 
 def rebuilt(original: Any, parts: list[Any]) -> Any:

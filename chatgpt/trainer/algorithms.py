@@ -45,8 +45,8 @@ class Estimator:
     """An advantage estimator: a function of rewards, values and groups, with its requirements.
 
     Args:
-        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards include
-            score and KL.
+        fn: (experiences of a timestep, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards
+            include score and KL.
         spans: 'group': what `fn` returns for a response depends on its group alone, so each rank estimates its own
             groups; 'phase': `fn` reads the experience of all ranks, which then is sent to each.
         needs_values: requires a critic, or an actor with a value head.

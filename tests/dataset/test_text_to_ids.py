@@ -174,7 +174,7 @@ def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
     with pytest.raises(BadRecord, match='chat template refuses messages of user: only two'):
         tokenize_prompt(PromptExample(prompt=(U('hi'),)), tokenizer)
     tokenizer.chat_template = '{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}'
-    with pytest.raises(BadRecord, match='rewrites earlier turns when turn 2 is added'):
+    with pytest.raises(BadRecord, match='rewrites earlier turns when turn 2 is added|begins answers with something'):
         render((U('a'),), 'b', tokenizer)
 
 

@@ -36,7 +36,7 @@ def parser() -> Parser:
         metavar='KNOWN=NAME',
         help='columns with other names than the shape expects, such as prompt=question',
     )
-    out.add_argument('--split', default='train')
+    out.add_argument('--split', default='train', help='of a hub data set, or of a folder with files of this name')
     out.add_argument('--subset')
     out.add_argument('--max_examples', type=int)
     out.add_argument(

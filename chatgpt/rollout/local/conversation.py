@@ -75,7 +75,7 @@ class Conversation(LocalRun):
         for sample in (*fresh, *returning):
             self.began[sample] = len(self.transcripts[sample]) - len(self.prompts[sample].ids)
             self.limits[sample] = self.turns.limit(sample)
-            self.ids[sample] = []
+            self.ids[sample], self.reasons[sample] = [], 'length'  # not those of the turn before
         if fresh:
             self._assign_rows(fresh)
             self.enter(self.prefilled(fresh))
@@ -162,7 +162,7 @@ class Conversation(LocalRun):
             for sample, ids, logprobs, filtered, edges in zip(samples, *columns, strict=True):
                 bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
                 if len(bad):
-                    raise self.not_finite(sample, self.began[sample] + int(bad[0]))
+                    raise self.call.not_finite(sample, self.began[sample] + int(bad[0]))
                 self.transcripts[sample] += ids.tolist()
                 self.stored[sample] = len(self.transcripts[sample]) - 1  # the last token has not been an input yet
                 self.parked.add(sample)

@@ -296,7 +296,11 @@ class LocalEngine(CheckedEngine):
         """Returns a cache of at least this size for a new call."""
         cache = self._cache
         if cache is None or rows > cache.rows or capacity > cache.capacity:
-            wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
+            wider = rows, capacity
+            if cache is not None:
+                both = max(rows, cache.rows), max(capacity, cache.capacity)
+                if self.rows_that_fit(*both) == both[0]:
+                    wider = both
             self._cache, self._steps = None, []  # freed before the new one is allocated
             self._cache = cache = SlotCache(*wider)
         return cache

@@ -62,7 +62,7 @@ class LocalRun:
         fixed = engine.wants_fixed(self.device) and not (engine.fixed_steps == 'auto' and no_graph)
         rows, capacity = self._sizes(wanted, fixed, spare_slots)
         self.max_rows = min(wanted, rows)
-        self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
+        self.min_refill = max(1, engine.min_refill * self.max_rows // engine.max_batch_size)
         self.cache = engine.cache(rows, capacity)
         self.fixed: FixedSteps | None = None
         size = len(prompts) * self.max_new
@@ -344,19 +344,10 @@ class LocalRun:
         self.longest_offset = max(self.row_offset, default=0)
         self.shortest_offset = min(self.row_offset, default=0)
 
-    def not_finite(self, sample: int, position: int) -> FloatingPointError:
-        return FloatingPointError(
-            f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
-            f"{position}; check the policy's weights and precision"
-        )
-
     def samples(self) -> list[Sample]:
         """Returns the samples in the order of the prompts."""
         shape = len(self.prompts), self.max_new
         tokens, *numbers = (column[: shape[0] * shape[1]].view(shape).cpu() for column in self.tables.columns)
         logprobs, filtered, edges = numbers
-        counted = torch.arange(self.max_new) < torch.tensor(self.num_tokens)[:, None]
-        bad = (counted & ~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
-        if len(bad):
-            raise self.not_finite(*bad[0].tolist())
+        self.call.check_finite(logprobs, filtered, self.num_tokens)
         return self.call.samples((tokens, logprobs, filtered, edges), self.num_tokens, self.reasons)

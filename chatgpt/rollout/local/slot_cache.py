@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from chatgpt.nn.trunk import accepts, base_model, text_config
+from chatgpt.nn.trunk import accepts, base_model, beyond_keys_and_values, text_config
 from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
 from chatgpt.rollout.local.masks import MaskForm, Windows, windows_of
 
@@ -279,17 +279,10 @@ def find_mask_form(actor: Any) -> MaskForm:
 
 def _own_cache(actor: Any) -> str:
     """Returns why a model cannot decode from a `SlotCache`, if known, or ''."""
-    base, config = base_model(actor.model), text_config(actor.model.config)
-    kinds = {str(kind) for kind in getattr(config, 'layer_types', None) or ()}
-    other = sorted(kind for kind in kinds if kind not in ('full_attention', 'sliding_attention', 'chunked_attention'))
-    running = any(kind in ('linear_attention', 'conv') or 'hybrid' in kind for kind in other)
-    if running or getattr(actor.model, '_is_stateful', False):
-        return 'its layers keep a running state, and not only keys and values of tokens'
-    if other:
-        return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'
-    if not accepts(base, 'position_ids'):
-        return 'it takes no position ids, and counts from the longest row'
-    return '' if accepts(base, 'past_key_values') else 'it takes no cache of keys and values'
+    if why := beyond_keys_and_values(actor.model):
+        return why
+    counts = accepts(base_model(actor.model), 'position_ids')
+    return '' if counts else 'it takes no position ids, and counts from the longest row'
 
 
 def windows_disagree(actor: Any, windows: Windows, *, fixed: bool = False) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from chatgpt.registry import Registry
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, need_package
@@ -40,8 +40,12 @@ class Tracker(Callback):
         ImportError: the package is missing; names the command that installs it.
     """
 
+    module: ClassVar[str] = ''
+    """name of the package that it needs"""
+
     def __init__(self, *, samples_every: int = 10, num_rows: int = 4) -> None:
-        need_package(type(self).__name__.lower(), f'{type(self).__name__}()')
+        if self.module:
+            need_package(self.module, f'{type(self).__name__}()')
         self.samples_every = check_interval('samples_every', samples_every)
         self.num_rows = num_rows
         self._run_id: str | None = None
@@ -103,6 +107,8 @@ class TensorBoard(Tracker):
         log_dir: folder of the event files; None means `run_dir/tensorboard`.
     """
 
+    module = 'tensorboard'
+
     def __init__(self, log_dir: str | Path | None = None, *, samples_every: int = 10, num_rows: int = 4) -> None:
         super().__init__(samples_every=samples_every, num_rows=num_rows)
         self.log_dir = log_dir
@@ -139,9 +145,6 @@ class _ProjectTracker(Tracker):
         project: None takes WANDB_PROJECT or TRACKIO_PROJECT, or chatgpt.
         **init: further arguments of the package's `init`, such as name, entity, mode, group or tags.
     """
-
-    module: str
-    """name of the package; in capitals, prefix of the variable of the project"""
 
     def __init__(self, project: str | None = None, *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
         super().__init__(samples_every=samples_every, num_rows=num_rows)
@@ -224,6 +227,8 @@ class MLflow(Tracker):
         tracking_uri: of a server or database; None takes MLFLOW_TRACKING_URI, or MLflow's default.
         **tags: of a new run.
     """
+
+    module = 'mlflow'
 
     def __init__(
         self,
