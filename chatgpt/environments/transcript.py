@@ -299,7 +299,8 @@ class TextOrChat:
         self.format: TranscriptFormat = PlainText(tokenizer)
 
     def first(self, prompt: Any, observation: Observation) -> list[int]:
-        turns = isinstance(observation, list) or prompt.messages is not None
+        chat = prompt.messages is not None and template_of(self.tokenizer) and self.apply_chat_template is not False
+        turns = isinstance(observation, list) or chat
         if turns and isinstance(self.format, PlainText):
             self.format = ChatTemplate(self.tokenizer, options=self.options)
             note_turns(self.tokenizer)
