@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, head_outputs
-from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
+from chatgpt.nn.loading import Role, add_lora, hub_options, load_base_model, load_config, trunk_of
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
@@ -95,6 +96,16 @@ class Critic(Role):
         model = deepcopy(reward_model.model).requires_grad_(True)  # the reward model may be frozen
         Critic.__init__(critic, model, head, lora_rank, **options)
         return critic
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, value_head: Any = None, **options: Any) -> Any:
+        """As `Role.from_pretrained`; from the folder of a reward model it is `from_reward_model`."""
+        from chatgpt.nn.reward_model import RewardModel, is_scorer
+
+        if value_head is None and is_scorer(folder, load_config(folder, **hub_options(options))):
+            own = {name: options.pop(name) for name in cls.build_options if name in options}
+            return cls.from_reward_model(RewardModel.from_pretrained(folder, **options), **own)
+        return super().from_pretrained(folder, value_head=value_head, **options)
 
     @classmethod
     def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:

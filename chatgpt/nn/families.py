@@ -38,7 +38,7 @@ class _Family(Role):
         found = (load_config(pretrained, **options) if config is None else config).model_type
         if cls.model_type is not None and found != cls.model_type:
             where = repr(os.fspath(pretrained)) if pretrained is not None else 'the config'
-            kind = next(k for k in ('Actor', 'Critic', 'RM') if cls.__name__.endswith(k))
+            kind = 'Actor' if issubclass(cls, Actor) else 'Critic' if issubclass(cls, Critic) else 'RM'
             raise ValueError(
                 f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family '
                 f'{found!r}; use Auto{kind}, which takes any'

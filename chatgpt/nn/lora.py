@@ -191,8 +191,8 @@ class LoRANF4Linear(_Adapter, nn.Module):
         self.weight_is_transposed = base.is_transposed
 
     def folded_weight(self) -> Tensor:
-        """Returns a new dense tensor W + scaling * B A, in the dtype of the dequantized W."""
-        return self.fold(self.base.dense(), self.lora_A, self.lora_B)
+        """Returns a new dense tensor W + scaling * B A, in fp32."""
+        return self._folded(self.base.dense(), self.lora_A, self.lora_B)
 
     def base_output(self, x: Tensor) -> Tensor:
         return self.base(x)

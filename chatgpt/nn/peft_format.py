@@ -144,8 +144,15 @@ def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
             f'export_peft: peft refuses an adapter on {refused[0]} in a model of type {kind}; leave '
             f'{refused[0].rpartition(".")[2]} out of targets, or save the whole model with save_pretrained'
         )
+    own = lora_state_dict(model)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in own]
+    if trained:
+        raise ValueError(
+            f'export_peft: {trained[0]} is trained beside the adapters, and an adapter would leave it out; save the '
+            'whole model with save_pretrained'
+        )
     names = _NamesInFiles(model)
-    return {name: names.stored(_to_peft(name, layers)) for name in lora_state_dict(model)}
+    return {name: names.stored(_to_peft(name, layers)) for name in own}
 
 
 class _NamesInFiles:
@@ -277,6 +284,12 @@ def _read(folder: Path, model: nn.Module) -> tuple[dict[str, Any], float, dict[s
             raise ValueError(
                 f'{folder}: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
             )
+    init = config.get('init_lora_weights', True)
+    if isinstance(init, str) and init.lower() not in ('gaussian', 'eva', 'orthogonal'):
+        raise ValueError(
+            f'{folder}: init_lora_weights={init!r} changes the base too; let peft write it as plain LoRA first '
+            '(save_pretrained with path_initial_model_for_weight_conversion)'
+        )
     rank = config.get('r')
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f'{folder}: r={rank!r} in {CONFIG_FILE}; it must be a positive integer')

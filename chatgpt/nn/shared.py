@@ -29,6 +29,7 @@ from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.peft_format import import_peft
 from chatgpt.nn.quantized import NF4Linear, quantize_blocks
 from chatgpt.nn.reward_model import RewardModel
+from chatgpt.nn.tensor_files import HEAD_FILE
 from chatgpt.nn.weights import fill_model
 
 Quantization = Literal['nf4']
@@ -107,7 +108,10 @@ class SharedTrunk:
 
     def reward_model(self, lora_rank: int = 8, *, value_head: nn.Module | None = None, **options: Any) -> RewardModel:
         """Returns a reward model: a trained `adapter`, or a new one to train."""
-        head = value_head or _head_of(options.get('adapter'))
+        adapter = options.get('adapter')
+        head = value_head or _head_of(adapter)
+        if adapter is not None and head is None:
+            raise ValueError(f'{adapter}: an adapter without {HEAD_FILE}, which the scores of a reward model need')
         return self._role(RewardModel, {'value_head': head}, lora_rank, **options)
 
     def _role(

@@ -95,16 +95,23 @@ def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
 
 def with_strategy(setup: Setup, name: str) -> Setup:
     kept = {k: v for k, v in setup.strategy_options.items() if k in STRATEGY_OPTIONS}
-    return replace(setup, strategy=name, strategy_options=kept)
+    optimizer = 'adamw' if setup.optimizer.endswith('8bit') else setup.optimizer  # 8 bits need whole weights
+    return replace(setup, strategy=name, strategy_options=kept, optimizer=optimizer)
 
 
 def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:
     """Returns the first change that makes the run fit, with its plan; None if none does."""
-    for text, changed in changes(setup):
-        plan = make_plan(changed)
+    candidates = changes(setup)
+    while True:
+        try:
+            text, changed = next(candidates)
+            plan = make_plan(changed)
+        except StopIteration:
+            return None
+        except ValueError:  # settings that exclude each other, or a model that does not support the change
+            continue
         if plan.fits:
             return text, plan
-    return None
 
 
 def advice(setup: Setup) -> str:

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
-from chatgpt.nn.trunk import recompute_activations, text_config, width_of
+from chatgpt.nn.trunk import beyond_keys_and_values, dropout_off, recompute_activations, text_config, width_of
 from chatgpt.plan.setup import Setup
 from chatgpt.strategies.copies import matmul_weights, narrow, stored_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
@@ -58,14 +58,15 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
 
 
 def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
     from chatgpt.nn import Actor, Critic, RewardModel
 
     if layers is not None:
         _set_layers(config, layers)
     with torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        model = auto.from_config(config, dtype=torch.float32)
         learns = setup.shared_trunk or kind in ('actor', 'critic') or setup.task == 'reward_model'
         if setup.gradient_checkpointing and learns:
             recompute_activations(model)
@@ -131,7 +132,8 @@ def _set_layers(config: Any, layers: int) -> None:
     text.num_hidden_layers = layers
     kinds = getattr(text, 'layer_types', None)
     if kinds:
-        text.layer_types = list(kinds)[:layers]
+        with suppress(AttributeError):  # where it follows from the depth
+            text.layer_types = list(kinds)[:layers]
 
 
 def measure(model: nn.Module) -> ModelSize:
@@ -399,7 +401,14 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: 
     depth = num_layers(config)
     if kind == 'actor' and setup.num_layers_unfrozen > 0:
         depth = min(depth, setup.num_layers_unfrozen)  # no activations of the frozen blocks below are kept
-    return traced(lambda layers: cast(build(kind, config, setup, layers), setup).train(), config, run, depth)
+
+    def make(layers: int | None) -> nn.Module:
+        model = cast(build(kind, config, setup, layers), setup).train()
+        if setup.task == 'ppo':
+            dropout_off(model)
+        return model
+
+    return traced(make, config, run, depth)
 
 
 def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
@@ -440,6 +449,8 @@ def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
         text_config(small).pad_token_id = None  # with one, some models read the tokens' values
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
+            if why := beyond_keys_and_values(model):
+                raise ValueError(f'no plan of generation with a {config.model_type}: {why}')
             keep_part(model, tensor_parallel)
         cache: Any = DynamicCache()
         with faked(model), torch.no_grad():

@@ -74,7 +74,7 @@ class Plan:
     def limit(self) -> str | None:
         """The exceeded limit: 'device memory', 'host memory' or None."""
         s = self.setup
-        device, host = (self.peak, self.host_peak) if s.on_cuda else (0, self.host_peak + self.peak * s.num_processes)
+        device, host = (self.peak, self.host_peak) if s.on_cuda else (0, self.host_peak + self.peak * s.on_machine)
         if s.on_cuda and s.memory is not None and device > s.memory * (1 - s.margin):
             return 'device memory'
         if s.host_memory is not None and host > s.host_memory:
@@ -135,7 +135,15 @@ class Plan:
 def make_plan(setup: Setup) -> Plan:
     """Plans a run. Reads configs; loads no weights, uses no device and does not change the global generators, because a
     running run may call it on one process."""
-    plan = _plan(setup)
+    try:
+        plan = _plan(setup)
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # a model's own, where its layers read numbers that a plan does not compute
+        kind = getattr(read_config(setup.config), 'model_type', None)
+        raise ValueError(
+            f'no plan for a {kind}: {type(error).__name__}: {" ".join(str(error).split())[:200]}'
+        ) from error
     if setup.on_cuda or not setup.process:
         return plan
     return Plan(setup, {name: Memory({'process': setup.process}) + held for name, held in plan.phases.items()})

@@ -27,9 +27,17 @@ from chatgpt.strategies.checkpoint.files import save_object, save_tensors
 from chatgpt.strategies.checkpoint.layout import Piece, RenamedReader, TensorReader
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, check_max_norm, is_pair, open_saved, rebuilt
-from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
+from chatgpt.strategies.precision import (
+    Deterministic,
+    LossScaler,
+    Numerics,
+    Precision,
+    WideProducts,
+    check_options,
+    tf32,
+)
 from chatgpt.strategies.ranks import OnRanks, Ranks
-from chatgpt.strategies.sums import exact_norm
+from chatgpt.strategies.sums import exact_norm, local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +105,7 @@ class Strategy(OnRanks):
                 )
             ranks = self
         self.ranks, self.seed = ranks, seed
+        check_options(type(self), numerics)
         self.numerics = Numerics(precision=precision, **numerics).on(ranks.device, only_16_bits=self._only_16_bits)
         self.sums = self.numerics.sums(ranks, ranks_below=self._reduces_each_round)
         """how batches are split and numbers summed"""
@@ -203,9 +212,11 @@ class Strategy(OnRanks):
         """Keeps a frozen model's weights in host memory outside of `onload`. Does nothing on a CPU.
 
         Raises:
-            ValueError: if this strategy places frozen weights itself, or other models share them.
+            ValueError: if this strategy places frozen weights itself, other models share them, or they are trained.
         """
         module = self.unwrap(model)
+        if any(pair.user_model is module for pair in self._pairs.values()):
+            raise ValueError('offload: this model is trained, and only frozen weights can wait in host memory')
         states.refuse_shared(module, 'offload moves weights to host memory')
         if id(module) not in self._offloaded_models and (offloaded := self._offloaded(module)) is not None:
             self._offloaded_models[id(module)] = offloaded
@@ -266,14 +277,19 @@ class Strategy(OnRanks):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Clears what was accumulated since the last step in every parameter of the model."""
+        """Clears what was accumulated since the last step in every parameter of the model but those of its other
+        optimizers."""
         pair = self._pair(optimizer)
         pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
+        others = [p for p in self._pairs.values() if p is not pair and p.user_model is pair.user_model]
+        kept = {id(parameter) for other in others for parameter in other.parameters()}
         for parameter in pair.user_model.parameters():
-            parameter.grad = self._narrow.exact(parameter).grad = None
+            exact = self._narrow.exact(parameter)
+            if id(exact) not in kept:
+                parameter.grad = exact.grad = None
 
     # ------------------------------------------------------------------ weights and optimizer states in files
 
@@ -452,7 +468,7 @@ class Strategy(OnRanks):
 
     def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
         """Multiplies all gradients by `factor`, in place."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
@@ -492,6 +508,12 @@ class Strategy(OnRanks):
         if not isinstance(item, nn.Module):
             return item
         if id(item) not in self._prepared:
+            trained = {id(p) for pair in self._pairs.values() for p in pair.parameters() if p.requires_grad}
+            if any(id(self._narrow.exact(p)) in trained for p in item.parameters()):
+                raise ValueError(
+                    'prepare: a model without an optimizer is frozen, and this one shares weights with a trained one; '
+                    'make it with deepcopy before'
+                )
             item.requires_grad_(False)
             self.sums.check_model(item)
             self._keep_narrow(item)

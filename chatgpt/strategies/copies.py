@@ -362,6 +362,10 @@ class KeptCopy:
     def free(self) -> None:
         self._copied = None
 
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._copied is None else sum(p.nbytes for p in self._copied.parameters())
+
 
 def _copy_key(module: nn.Module, copied: nn.Module, dtype: torch.dtype) -> Any:
     """Returns a value that changes when a new copy would differ in more than the numbers of its tensors."""
@@ -381,9 +385,8 @@ class OffloadedWeights:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.device = device
         self.tensors = [*module.parameters(), *(b for b in module.buffers() if b is not None)]
-        self.host = [t.detach().to('cpu', copy=device.type == 'cuda') for t in self.tensors]
-        if device.type == 'cuda':
-            self.host = [t.pin_memory() for t in self.host]
+        cuda = device.type == 'cuda'  # one tensor at a time, so that only one has both copies
+        self.host = [t.detach().to('cpu', copy=True).pin_memory() if cuda else t.detach().cpu() for t in self.tensors]
         for tensor, kept in zip(self.tensors, self.host, strict=True):
             tensor.data = kept
 

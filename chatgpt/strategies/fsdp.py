@@ -293,7 +293,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         """
         if not folded:
             raise ValueError(f'{type(self).__name__} shards weights, and adapters cannot stay apart from them')
+        from chatgpt.nn.packing import reshard
+
         module, dtype = self.unwrap(model), dtype or self.numerics.full_dtype
+        reshard(module)  # a forward without gradients leaves its outermost part in the compute dtype
         parts = self._parts_of(module)
         too_large = on_disk is None and self._tensor is None and streams(self, self.stream_blocks, module, dtype)
         apart = on_disk is None and (self._tensor is not None and whole or too_large and read_only)
@@ -397,10 +400,6 @@ class FSDPStrategy(ProcessGroupStrategy):
                 total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
         return math.sqrt(float(self.processes.all_reduce(total)))
 
-    def _scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
-        for gradient in (p.grad for p in parameters if p.grad is not None and factor != 1.0):
-            local_part(gradient).mul_(factor)
-
     # ------------------------------------------------------------------ weights and optimizer states
 
     def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
@@ -412,6 +411,10 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def fails_together(self, state: str) -> bool:
         # An exception inside a forward leaves a block's weights gathered in the compute dtype, unfit for a checkpoint.
+        # A forward that ended leaves those of the outermost part, which can be resharded.
+        for pair in self._pairs.values():
+            if isinstance(pair.user_model, FSDPModule):
+                pair.user_model.reshard()
         owned = {id(p) for pair in self._pairs.values() for p in pair.user_model.parameters()}
         sharded = all(id(p) in owned for pair in self._pairs.values() for p in pair.parameters())
         return self.ranks.fails_together(f'{state}, {sharded}') and sharded

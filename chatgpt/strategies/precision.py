@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils import deterministic as torch_deterministic
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chatgpt.names import hint
 from chatgpt.strategies.machine import processor
 from chatgpt.strategies.ranks import Ranks
 from chatgpt.strategies.sums import ExactSums, Sums
@@ -21,6 +23,14 @@ Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 Reproducible = Literal['exact'] | None
 DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'addmm', 'bmm', 'baddbmm'))
+
+
+def check_options(strategy: type, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a keyword that no field of `Numerics` has, with the strategy's options that are similar."""
+    fields_given = {f.name for f in fields(Numerics) if f.init}
+    for name in options.keys() - fields_given:
+        known = {*inspect.signature(strategy).parameters, *fields_given} - {'numerics', 'options'}
+        raise ValueError(f'{strategy.__name__} has no option {name!r}{hint(name, sorted(known))}')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,8 @@ def match_names(
         if name not in source and alias in found:
             source[name] = alias
     left_out = getattr(reader, 'left_out', ())
-    missing = [name for name in wanted if name not in source and name not in left_out]
+    # tensors without elements are not written
+    missing = [n for n in wanted if n not in source and n not in left_out and 0 not in wanted[n]]
     unexpected = sorted(found - set(wanted) - set(aliases))
     wrong = [
         f'{name}: checkpoint {tuple(reader.shape(stored))}, model {tuple(wanted[name])}'
@@ -177,6 +178,8 @@ def load_slots(
             else:
                 value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
                 value = value.to(slot_device(optimizer, parameter, shape), copy=True)
+                if slot in ('state1', 'state2') and getattr(optimizer, 'is_paged', False):  # as bitsandbytes makes them
+                    value = optimizer.get_state_buffer(parameter, dtype=value.dtype).copy_(value)  # type: ignore[attr-defined]
             counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # stores a plain int
             optimizer.state[parameter][slot] = int(value) if counts else value
 

@@ -40,9 +40,13 @@ def streams(strategy: Strategy, option: StreamBlocks, module: nn.Module, dtype: 
     """Returns True if a full copy is to be streamed; the same on every rank."""
     if option != 'auto' or strategy.device.type != 'cuda':
         return option is True
-    size = sum(p.numel() for p in module.parameters()) * dtype.itemsize
-    tight = torch.tensor(float(size > FREE_SHARE * torch.cuda.mem_get_info(strategy.device)[0]))
-    return bool(strategy.all_reduce(tight, 'max'))
+    size, device = sum(p.numel() for p in module.parameters()) * dtype.itemsize, strategy.device
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    tight = torch.tensor(float(size > FREE_SHARE * (free + strategy._kept_copy.nbytes)))
+    found = bool(strategy.all_reduce(tight, 'max'))
+    if found:
+        strategy._kept_copy.free()
+    return found
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -134,7 +138,7 @@ class MappedTensors:
         if path:
             os.unlink(path)  # the mappings keep the file alive, and a killed run leaves nothing behind
         if failures or mapped is None:
-            raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
+            raise OSError(f'{failures[0]}; free some{", or point TMPDIR to another disk" if folder is None else ""}')
         return mapped
 
     @staticmethod

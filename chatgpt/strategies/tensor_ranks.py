@@ -155,7 +155,8 @@ class TensorRanks(Ranks):
 
     def scatter_object(self, objs: SequenceOf[T]) -> T:
         group = self.mesh.get_group('data')
-        return self.from_leader(self._processes.scatter_object(objs, group) if self.leads else objs[0])
+        own: Any = self._processes.scatter_object(objs, group) if self.leads else None
+        return self.from_leader(own)
 
     def exchange(self, sent: SequenceOf[Tensor]) -> list[Tensor]:
         return self._processes.exchange(sent, self.mesh.get_group('data'))

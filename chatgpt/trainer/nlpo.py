@@ -121,9 +121,13 @@ class NLPOPolicy(Policy):
         """Copies the actor's weights to the mask model, each rank its own part."""
         import torch
 
+        from chatgpt.nn.packing import reshard
+
         if phase % self.interval:
             return
         bare, mask = self.strategy.unwrap(self.actor), self.strategy.unwrap(self.mask_model)
+        reshard(bare)  # a forward without gradients leaves the outermost part of each gathered
+        reshard(mask)
         with torch.no_grad():
             for pair in zip(mask.parameters(), bare.parameters(), strict=True):
                 target, source = (getattr(t, 'to_local', lambda t=t: t)() for t in pair)

@@ -266,12 +266,12 @@ def length_limit(h: History) -> Seen | None:
     whole = [1.0 - share for share in h.values(CUT)] if h.has_episodes else h.values(ENDED)
     ended = median(whole[-NOW:])
     cut, first = 1.0 - ended, 1.0 - median(whole[:START])
-    if cut < LIMITS['cut_share'] or not ended:
+    if cut < LIMITS['cut_share']:
         return None
     drifted = first <= LIMITS['cut_share_start']
     limit = h.generation('max_new_tokens')
     matters = _end_matters(h) or limit is None or limit >= LIMITS['long_limit']
-    from_start = matters and median(whole[:NOW]) >= LIMITS['chance']
+    from_start = matters and (h.has_episodes or median(whole[:NOW]) >= LIMITS['chance'])
     if not (drifted or from_start) or (limit is not None and limit < LIMITS['short_limit']):
         return None
     where = f'max_new_tokens={limit}' if limit else 'the limit of tokens'

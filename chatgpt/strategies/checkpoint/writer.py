@@ -94,6 +94,8 @@ class CheckpointWriter:
         return self
 
     def _begin(self) -> None:
+        if (backup := backup_of(self.folder)).exists() and not self.folder.exists():
+            os.rename(backup, self.folder)  # an earlier commit was killed between its two renames
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise CheckpointError(f'{self.folder}: a file of this name is in the way')
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / MANIFEST).exists():

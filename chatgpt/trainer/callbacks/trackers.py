@@ -159,8 +159,11 @@ class _ProjectTracker(Tracker):
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         logged: dict[str, Any] = dict(metrics)
         if rows:
-            columns: list[Any] = list(rows[0])
-            data = [[row.get(c) for c in columns] for row in rows]
+            from chatgpt.trainer.callbacks.samples import shown_parts
+
+            shown = [shown_parts(row) for row in rows]
+            columns: list[Any] = list(dict.fromkeys(name for row in shown for name in row))
+            data = [[row.get(c) for c in columns] for row in shown]
             logged['samples'] = self.package.Table(columns=columns, data=data)
         self._run.log(logged, step=step)
 
