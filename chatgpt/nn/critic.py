@@ -102,7 +102,8 @@ class Critic(Role):
         """As `Role.from_pretrained`; from the folder of a reward model it is `from_reward_model`."""
         from chatgpt.nn.reward_model import RewardModel, is_scorer
 
-        if value_head is None and is_scorer(folder, load_config(folder, **hub_options(options))):
+        code = {'trust_remote_code': options.get('trust_remote_code', False)}
+        if value_head is None and is_scorer(folder, load_config(folder, **code, **hub_options(options))):
             own = {name: options.pop(name) for name in cls.build_options if name in options}
             return cls.from_reward_model(RewardModel.from_pretrained(folder, **options), **own)
         return super().from_pretrained(folder, value_head=value_head, **options)

@@ -64,6 +64,7 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
 
     if layers is not None:
         _set_layers(config, layers)
+    adapters = {'targets': setup.lora_target_modules}
     with torch.device('meta'):
         auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
         model = auto.from_config(config, dtype=torch.float32)
@@ -78,13 +79,13 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
                 unfrozen = min(unfrozen, layers)
             shares = setup.critic == 'shared' and setup.task == 'ppo'
             head = (_bins_head(config, setup) or True) if shares else None
-            return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
+            return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen, lora_options=adapters)
         if kind == 'critic':
-            return Critic(model, _bins_head(config, setup), setup.lora_rank)
+            return Critic(model, _bins_head(config, setup), setup.lora_rank, lora_options=adapters)
         if kind == 'reward':
             if setup.task != 'reward_model':
                 return RewardModel(model).requires_grad_(False)
-            return RewardModel(model, lora_rank=setup.lora_rank)
+            return RewardModel(model, lora_rank=setup.lora_rank, lora_options=adapters)
         return Actor(model).requires_grad_(False)
 
 
@@ -93,11 +94,12 @@ def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
     from chatgpt.nn.shared import SharedTrunk
 
     trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
+    adapters = {'targets': setup.lora_target_modules}
     if kind in ('actor', 'initial'):
-        return trunk.actor(setup.lora_rank)
+        return trunk.actor(setup.lora_rank, lora_options=adapters)
     if kind == 'critic':
-        return trunk.critic(setup.lora_rank, value_head=_bins_head(model.config, setup))
-    return trunk.reward_model(setup.lora_rank)
+        return trunk.critic(setup.lora_rank, value_head=_bins_head(model.config, setup), lora_options=adapters)
+    return trunk.reward_model(setup.lora_rank, lora_options=adapters)
 
 
 def _bins_head(config: Any, setup: Setup) -> Any:

@@ -78,6 +78,8 @@ class Setup(Layout):
     """sequences of one optimizer step of such a critic; none: train_batch_size"""
     lora_rank: int = 0
     """rank of the LoRA adapters; 0: all weights are trained"""
+    lora_target_modules: list[str] | None = None
+    """expressions for the names of the adapted layers; none: all linear ones"""
     shared_trunk: bool = False
     """actor, critic, reward model and reference are adapters on one frozen base (`SharedTrunk`)"""
     quantize: Literal['none', 'nf4'] = 'none'
