@@ -188,6 +188,8 @@ def read_config(run: Run, model: Any = None, tokenizer: Any = None) -> tuple[Any
     check_router_loss(config)
     check_run_apart(run, config)
     check_parts(run, config, getattr(kind, run.trained))
+    if isinstance(run.base, str) and model is None:
+        check_layers(run, config, getattr(kind, run.trained))
     note_model(tokenizer, config)
     choose_text(tokenizer, run.apply_chat_template)
     return config, tokenizer
@@ -211,6 +213,16 @@ def check_parts(run: Run, config: Any, make: Any) -> None:
         if parts > 1 and not run.trust_remote_code:  # remote code is not built on the meta device
             with torch.device('meta'):
                 check_parts_of(make(config=copy.deepcopy(config)), parts)
+
+
+def check_layers(run: Run, config: Any, make: Any) -> None:
+    """Raises ValueError for adapters or unfrozen blocks that do not fit a model of this config. `make`: its class."""
+    unfrozen = getattr(run, 'num_layers_unfrozen', -1)
+    if run.trust_remote_code or run.on_trunk or not (run.lora_rank or unfrozen > 0):
+        return
+    own = {'num_layers_unfrozen': unfrozen} if unfrozen > 0 else {}
+    with torch.device('meta'):
+        make(config=copy.deepcopy(config), **run.lora_keywords(), **own)
 
 
 def within_context(name: str, given: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
@@ -330,6 +342,11 @@ def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
     inputs.longest_opening = longest_opening(
         inputs.environment, inputs.environment_settings, inputs.tokenizer, inputs.train, run.seed
     )
+    check_opening(run, inputs, context)
+
+
+def check_opening(run: PPORun, inputs: Inputs, context: int | None) -> None:
+    """Raises ValueError if episodes may be longer than the model's context."""
     episode = run.max_new_tokens or 0
     if context is not None and inputs.longest_opening + episode > context:
         raise ValueError(

@@ -30,7 +30,7 @@ from chatgpt.launch.arguments import hints_of
 from chatgpt.launch.beside import check_lengths
 from chatgpt.launch.config_values import collected, read_file, typed
 from chatgpt.launch.destination import try_model_folder
-from chatgpt.launch.inputs import Inputs, longest_opening, read_config, read_critic, within_context
+from chatgpt.launch.inputs import Inputs, check_opening, longest_opening, read_config, read_critic, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun, Run, run_class
@@ -91,6 +91,9 @@ GIVEN_OTHERWISE: dict[str, str] = {
     ),
 }
 """settings of the command that `train` does not take (`kind.name`: for that kind only), and what to do instead"""
+
+
+NEED_RUN_DIR = ('checkpoint_interval', 'checkpoint_minutes', 'keep_last', 'background_checkpoints', 'ema_decay')
 
 
 def known_settings(kind: str) -> list[str]:
@@ -188,6 +191,9 @@ def train(
     evaluates = eval_prompts is not None or bool(chosen.get('eval_episodes'))
     _check_given(kind, chosen, metric_fn, stop_sequences, eval_prompts, evaluates)
     _check_places(run_dir, resume, save_path, push_to_hub, hub_private)
+    written = [name for name in NEED_RUN_DIR if chosen.get(name) is not None]
+    if run_dir is None and written:
+        raise ValueError(f'train: {", ".join(written)} would write to run_dir; give run_dir too')
     run = _run(kind, chosen, model, reward_fn, environment)
     run.save_path, run.resume = str(run_dir or ''), resume if resume is None else str(resume)
     run.model_path, run.push_to_hub = None if save_path is None else str(save_path), push_to_hub
@@ -437,6 +443,7 @@ def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environ
         inputs.environment, inputs.environment_settings = environment, run.environment_settings()
         tasks = tasks_without_prompts() if inputs.train is None else inputs.train
         inputs.longest_opening = longest_opening(environment, inputs.environment_settings, tokenizer, tasks, run.seed)
+        check_opening(run, inputs, longest_side(inputs.config))
     read_critic(run, inputs)
     if run.ptx_data is not None:
         longest = longest_side(inputs.config)
@@ -469,6 +476,9 @@ def _texts(samples: Any) -> Any:
 
 def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval: int) -> Evaluator:
     check_columns(as_scorer(inputs.reward), prompts)
+    if inputs.environment is None and not inputs.generation.get('max_length'):
+        new = inputs.generation.get('max_new_tokens') or DEFAULT_NEW_TOKENS
+        check_lengths(prompts, longest_side(inputs.config), new, 'the context', inputs.tokenizer, 'eval prompt')
     if metric_fn is not None:
         check_call(metric_fn, columns_of(prompts), 'metric_fn')
     # without a reward it uses the trainer's scorer, which has the prepared reward model

@@ -30,8 +30,8 @@ RUN_RULES = [
         'model={s.model!r} is a family of reward models; it cannot write',
     ),
     Rule(
-        lambda s: s.logprob_kernel != 'auto' and s.trained == 'reward_model',
-        'logprob_kernel is about log-probs, and a reward model has none; leave it out',
+        lambda s: s.logprob_kernel != 'auto' and s.trained != 'actor',
+        'logprob_kernel is about log-probs, and a {s.trained} has none; leave it out',
     ),
     Rule(
         lambda s: s.logprob_kernel not in ('auto', 'plain') and _only_16_bits(s),
@@ -48,6 +48,7 @@ RUN_RULES = [
         'strategy={s.strategy} acts on every use of a weight, which compiled graphs do not show: use naive, ddp or '
         'fsdp, or leave compile_blocks out',
     ),
+    *changed(('atoms',), lambda s: s.reproducible is None, "{name}={value} is of reproducible='exact': give it too"),
     Rule(
         lambda s: s.hub_private and not s.push_to_hub,
         'hub_private is about a repository of the hub: give push_to_hub too',
@@ -181,6 +182,9 @@ PPO_RUN_RULES = [
     Rule(
         lambda s: ':' in (s.environment or '') and not s.environment.startswith('games:') and not s.pretrain,
         'an environment of your own needs a model: give --pretrain NAME_OR_FOLDER',
+    ),
+    *changed(
+        ('prompt_column',), lambda s: not s.prompt_path, '{name}={value!r} is of a file of prompts: give prompt_path'
     ),
     Rule(lambda s: s.reward_model and s.reward_fn, 'give --reward_model or --reward_fn, not both'),
     Rule(
