@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, p
 from harness import machine, markdown, ppo_trainer, write_json
 from random_models import random_model
 
-from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.launch.arguments import Parser, add_settings, make_strategy, world_size_from_env
 from chatgpt.nn.trunk import recompute_activations
 from chatgpt.strategies.registry import STRATEGIES, strategy_flag
 from chatgpt.trainer.callbacks import Callback
@@ -475,7 +475,8 @@ def script(ladder: str, doc: str | None, *, hidden: Sequence[str]) -> Callable[[
         )
         add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
         args = parser.parse_args()
-        result = run(replace(DummyRun(), **settings_from(args, DummyRun)), ladder, args.model)
+        given = {f.name: getattr(args, f.name) for f in fields(DummyRun) if hasattr(args, f.name)}
+        result = run(DummyRun(**given), ladder, args.model)
         if os.environ.get('RANK', '0') != '0':
             return
         print(table(result))

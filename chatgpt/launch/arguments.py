@@ -145,11 +145,6 @@ def add_settings(
             add_flag(parser, f.name, hints[f.name], text, f.default, choices=choices, read=reader)
 
 
-def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """Returns the values of a settings class's flags."""
-    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
-
-
 def add_strategy(parser: Any) -> None:
     """Adds the flags that `strategy_of` reads, for commands that do not train."""
     from chatgpt.launch.runs import StrategySettings

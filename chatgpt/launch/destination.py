@@ -94,7 +94,7 @@ def check_destination(run: Run, config: Any, name: str) -> None:
         return
     folder, place = Path(run.save_path), final_folder(run, name)
     with _removed_if_new(folder, f'cannot write to {folder}'):
-        claim_folder(folder).release()
+        claim_folder(folder).close()
     try_model_folder(place, config, run)
     if run.push_to_hub is not None:
         own = bool(run.resume) and recorded_destination(run) == run.model_path

@@ -1,8 +1,8 @@
 """Full weights of a sharded model outside of the device: in a memory-mapped file, one for all ranks of a machine.
 
 Used to save a model, without a rank that holds it in its own memory, and to generate with a model that does not fit on
-the device: `streamed` copies its blocks into two buffers, each while the block before it computes. Weights are gathered
-once, and there are no collectives while generating, so ranks may take different numbers of steps.
+the device: `BlockStream` copies its blocks into two buffers, each while the block before it computes. Weights are
+gathered once, and there are no collectives while generating, so ranks may take different numbers of steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -197,14 +197,14 @@ def whole_copy(
     *,
     computes: bool,
 ) -> Iterator[nn.Module]:
-    """Yields a `mapped_copy` of `module` in host memory, or if it `computes`, `streamed` to the device.
+    """Yields a `mapped_copy` of `module` in host memory, or if it `computes`, on the device with a `BlockStream`.
 
     Args:
         skeleton: the module to copy, `module` itself or one with the same names and shapes.
     """
     full, mapped = mapped_copy(strategy, skeleton, whole, dtype, folder)
     set_buffers(full, module)
-    with streamed(full, mapped, strategy.device) if computes else nullcontext():
+    with closing(BlockStream(full, mapped, strategy.device)) if computes else nullcontext():
         yield full if computes else full.to('cpu')
 
 
@@ -250,16 +250,6 @@ def mapped_copy(
         for factor in (layer.lora_A, layer.lora_B):
             factor.data = torch.zeros_like(factor)
     return copied, mapped
-
-
-@contextmanager
-def streamed(model: nn.Module, mapped: MappedTensors, device: torch.device) -> Iterator[nn.Module]:
-    """A context in which `model`, a `mapped_copy`, computes on `device`, with its blocks in a `BlockStream`."""
-    stream = BlockStream(model, mapped, device)
-    try:
-        yield model
-    finally:
-        stream.close()
 
 
 class BlockStream:

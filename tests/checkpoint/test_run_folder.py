@@ -96,7 +96,7 @@ def test_two_runs_cannot_write_one_folder(tmp_path):
         message = rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
         with pytest.raises(CheckpointError, match=message):
             claim_folder(tmp_path / 'run')
-    claim_folder(tmp_path / 'run').release()
+    claim_folder(tmp_path / 'run').close()
 
 
 def save_for_ever(root: Path, ready: Any) -> None:

@@ -88,7 +88,7 @@ def test_a_metric_that_runs_do_not_have_ends_the_sweep_and_names_the_nearest(swe
     sweep = sweep_of({'pause': {'1': 20}}, metric='sft/lss')
     with pytest.raises(ValueError, match="there is no metric 'sft/lss' in this run; did you mean sft/loss"):
         run_sweep(sweep, jobs=2)
-    claim_folder(sweep.save_path / 'trial-0000').release()  # nobody runs any more
+    claim_folder(sweep.save_path / 'trial-0000').close()  # nobody runs any more
 
 
 # ---------------------------------------------------------------------- pruning
@@ -152,7 +152,7 @@ def test_a_second_signal_ends_trials_that_do_not_leave(sweep_of, capsys):
     second.join()
     assert capsys.readouterr().out.splitlines()[-1] == 'stopped; the same command goes on with trial 0, 1'
     for number in (0, 1):
-        claim_folder(sweep.save_path / f'trial-000{number}').release()
+        claim_folder(sweep.save_path / f'trial-000{number}').close()
 
 
 def test_a_pruned_trial_that_does_not_leave_is_killed(sweep_of, monkeypatch):

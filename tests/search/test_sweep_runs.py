@@ -42,7 +42,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def is_free(folder: Path) -> bool:
     try:
-        claim_folder(folder).release()
+        claim_folder(folder).close()
     except CheckpointError:
         return False
     return True

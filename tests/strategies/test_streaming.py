@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.strategies import FSDPStrategy, NaiveStrategy, machine, streaming
-from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, streamed, transformer_blocks
+from chatgpt.strategies.streaming import BlockStream, MappedTensors, mapped_copy, transformer_blocks
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.saving import save_pretrained
 
@@ -31,7 +32,7 @@ def mapped(layers: int = 5) -> tuple[Actor, torch.nn.Module, MappedTensors]:
 def test_any_number_and_order_of_blocks(layers):
     model, copied, tensors = mapped(layers)
     x = torch.randn(1, 3, 32)
-    with streamed(copied, tensors, torch.device('cpu')), torch.no_grad():
+    with closing(BlockStream(copied, tensors, torch.device('cpu'))), torch.no_grad():
         pairs = list(zip(transformer_blocks(model), transformer_blocks(copied), strict=True))
         assert len(pairs) == layers
         for want, got in (*pairs, *reversed(pairs), *pairs[::2], *pairs[::2]):

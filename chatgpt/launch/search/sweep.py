@@ -248,7 +248,7 @@ def _wait_until_free(folder: Path) -> None:
     end = time.monotonic() + STOP_S
     while True:
         try:
-            return claim_folder(folder).release()
+            return claim_folder(folder).close()
         except CheckpointError:
             if time.monotonic() > end:
                 raise

@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 import socket
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Self
 
 from chatgpt.strategies.checkpoint.files import fsync_folder
 from chatgpt.strategies.checkpoint.layout import MANIFEST, CheckpointError
@@ -126,26 +126,9 @@ def recover(root: str | os.PathLike[str]) -> list[Path]:
     return removed
 
 
-class FolderClaim:
-    """A lock on a run's folder, held until `release`, the end of a `with` block, or the end of the process."""
-
-    def __init__(self, root: Path, file: IO[str]) -> None:
-        self.root, self._file = root, file
-
-    def release(self) -> None:
-        if not self._file.closed:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
-    """Creates `root` if it does not exist and locks it for this run. Call it on one rank.
+def claim_folder(root: str | os.PathLike[str]) -> ExitStack:
+    """Creates `root` if it does not exist and locks it for this run, until `close` or the end of the `with` block. Call
+    it on one rank.
 
     The lock is the kernel's (flock), so it ends with the process.
 
@@ -168,4 +151,7 @@ def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
     file.truncate()
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
     file.flush()
-    return FolderClaim(root, file)
+    held = ExitStack()
+    held.callback(file.close)
+    held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+    return held

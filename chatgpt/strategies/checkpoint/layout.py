@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
@@ -133,16 +133,7 @@ class Manifest:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        tensors = {
-            name: {
-                'shape': list(t.shape),
-                'dtype': t.dtype,
-                'pieces': [{'file': p.file, 'key': p.key, 'start': p.start, 'stop': p.stop} for p in t.pieces],
-            }
-            for name, t in self.tensors.items()
-        }
-        files = {name: {'bytes': f.bytes, 'crc32': f.crc32} for name, f in self.files.items()}
-        return with_checksum({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
+        return with_checksum({'format': FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, data: Any, where: Path | str) -> Manifest:
