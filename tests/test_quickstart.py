@@ -191,8 +191,15 @@ def test_settings_of_the_command_reach_the_run(tiny_folder):
     assert (trainer.phase, trainer.engine.runner.settings.num_workers) == (1, 3)
 
 
+class Constant:
+    """A scorer that is no function."""
+
+    def score(self, samples, strategy):
+        return [1.0] * len(samples)
+
+
 def test_a_weighted_list_of_rewards_reaches_the_trainer(tiny_folder):
-    halves = [(0.5, lambda prompts, responses: [1.0] * len(responses)), (1.0, lengths)]
+    halves = [(0.5, Constant()), (1.0, lengths)]
     settings = {'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 2, 'kl_in': 'loss', 'strategy': 'naive'}
     trainer = train(tiny_folder, reward_fn=halves, **settings)
     scored = [(e.score, 0.5 + len(e.response_text)) for e in trainer.last_experiences]
@@ -259,6 +266,9 @@ def test_models_in_memory_need_a_tokenizer_and_adapters_of_actor_and_critic_are_
         ({'reward_fn': len, 'prompts': ['a'], 'max_turns': 3}, 'max_turns=3 is about an environment'),
         (GAME | {'eval_episodes': 2, 'eval_prompts': ['a']}, 'with eval_prompts leave it out'),
         (GAME | {'samples': ['a']}, 'leave samples out'),
+        ({'samples': ['a'], 'checkpoint_interval': 2}, 'checkpoint_interval would write to run_dir; give run_dir'),
+        ({'reward_fn': len, 'prompts': ['a'], 'ema_decay': 0.9}, 'ema_decay would write to run_dir'),
+        ({'samples': ['a'], 'early_stopping_patience': 2}, r'give callbacks=\[StopOnPlateau'),
         (GAME | {'reward_fn': len}, 'say how they add up by reward_weights'),
         (GAME | {'reward_fn': len, 'reward_weights': {'reward': 1.0}}, 'needs one weight, by the name'),
         (GAME | {'reward_weights': {'reward_fn': 1.0}}, 'there is no reward_fn'),
@@ -282,6 +292,8 @@ def test_data_that_cannot_be_used_is_named_before_the_model_is_loaded(tmp_path, 
     for given in ({'max_new_tokens': 48}, {'max_new_tokens': None}):  # the default is 64
         with pytest.raises(ValueError, match='prompt 0 has 1 tokens; with max_new_tokens=.* the context of 48'):
             train(tiny_folder, prompts=['a'], reward_fn=lengths, **given)
+    with pytest.raises(ValueError, match='eval prompt 1 has 46 tokens; with max_new_tokens=3 it passes the context'):
+        train(tiny_folder, samples=['a', 'b'], eval_prompts=['a', 'ab' * 23], max_new_tokens=3)
     with pytest.raises(TypeError, match='not callable'):  # max_length bounds the response too
         train(tiny_folder, prompts=['a'], reward_fn=lengths, max_length=40, max_new_tokens=64)
     with pytest.raises(ValueError, match='max_length=100 is beyond the context of the model, 48 tokens; give at most'):

@@ -96,6 +96,13 @@ def test_a_smaller_model_and_a_reward_model_start_a_critic(run, tmp_path):
     assert bins.value_head.support == {'bins': 101, 'low': -10.0, 'high': 10.0}, 'a score says nothing of bins'
 
 
+def test_a_critic_from_the_reward_model_recomputes_activations_too(run, tmp_path, tiny_folder):
+    scorer = RewardModel(AutoCritic(pretrained=tiny_folder).model)
+    scorer.save_pretrained(tmp_path / 'scorer', tokenizer=char_tokenizer())
+    trainer = run(reward_fn='', reward_model=tmp_path / 'scorer', gradient_checkpointing=True)
+    assert trainer.actor.model.is_gradient_checkpointing and trainer.critic.model.is_gradient_checkpointing
+
+
 def on_meta(folders: dict[str, dict[str, Any]]) -> list[list[float]]:
     """Builds critics on the meta device, as a sharded strategy does, and returns their values."""
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import DataRun, PPORun, Run, run_class
 from chatgpt.trainer.objectives.config import SFTConfig
+from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,12 @@ def read_plainly(run, inputs):
     inputs.train = load_demonstrations(run.dataset, inputs.tokenizer)[0]
 
 
+def read_pairs(run, inputs):
+    from chatgpt.data import load_preferences
+
+    inputs.train, inputs.validation = load_preferences(run.dataset, inputs.tokenizer)
+
+
 def test_a_custom_method_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
     monkeypatch.setitem(
         METHODS,
@@ -104,6 +111,25 @@ def test_a_custom_method_is_one_line(monkeypatch, tmp_path, model_folder, capsys
     (config,) = MyTrainer.seen
     assert (config.strength, run.lr) == (0.75, 0.125)
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
+
+
+def test_a_custom_method_may_train_a_reward_model(monkeypatch, tmp_path, model_folder):
+    class Mine(RewardModelConfig):
+        pass
+
+    recipe = METHODS.find('reward-model')
+    monkeypatch.setitem(METHODS, 'mine', replace(recipe, config=Mine, run=None, reader=read_pairs))
+    cls = run_class('mine')
+    assert cls.trained == 'reward_model'
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "one day", "chosen": " a fox", "rejected": " a"}\n' * 4)
+    words = [
+        str(tmp_path / 'data.jsonl'),
+        f'--pretrain={model_folder}',
+        f'--save_path={tmp_path}/run',
+        '--max_epochs=1',
+    ]
+    execute(parse_run(cls, description='', positional='dataset', argv=words))
+    assert (tmp_path / 'run' / 'reward_model' / 'config.json').is_file()
 
 
 @pytest.mark.parametrize(('settings', 'rate'), [({}, 1e-3), ({'critic': 'shared'}, 1e-3), ('grpo', None)])

@@ -29,7 +29,7 @@ ALONE |= {'temperature': 0.0, 'ptx_coef': 0.1, 'ptx_data': 'a', 'environment': O
 ALONE |= {'environment_options': {'numbers': 3}, 'max_turn_tokens': 3, 'step_timeout_s': 3.0, 'rollout_chunk_size': 1}
 ALONE |= {'rollout_slice_tokens': 8, 'vllm_tensor_parallel': 2}
 ALONE |= {'environment_workers': 'processes', 'num_environment_workers': 3, 'rollout_resources': {'CPU': 1.0}}
-ALONE |= {'reward_weights': {'reward': 1.0}}
+ALONE |= {'reward_weights': {'reward': 1.0}, 'atoms': 16, 'num_layers_unfrozen': 0, 'prompt_column': 'question'}
 PPO_TOGETHER: list[dict[str, Any]] = [
     *(
         FSDP | given
@@ -62,6 +62,9 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     {'rollout_workers': 1, 'engine': 'hf'},
     {'engine': 'vllm', 'vllm_tensor_parallel': 2, 'rollout_workers': 1},
     {'engine': 'vllm', 'vllm_tensor_parallel': 2} | FSDP,
+    {'engine': 'vllm', 'vllm_tensor_parallel': 2} | GAME,
+    GAME | {'validation_percentage': 5.0},
+    {'pretrain': 'm', 'optimizer': 'sgd', 'lr': 0.1},
     {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'max_staleness': 1},
     GAME | {'rollout_workers': 1, 'rollout_slice_tokens': 8, 'rollout_chunk_size': 2, 'max_staleness': 1},
 ]
