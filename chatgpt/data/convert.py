@@ -199,7 +199,9 @@ def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        names = dict.fromkeys(key for row in rows for key in row)  # pyarrow takes those of the first row
+        filled = [dict.fromkeys(names) | row for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), path)
         return
     with open(path, 'w', encoding='utf-8', newline='') as file:
         if suffix == '.json':
@@ -212,6 +214,8 @@ def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
             writer.writeheader()
             for row in rows:
                 nested = {
-                    key: json.dumps(v, ensure_ascii=False) for key, v in row.items() if isinstance(v, (list, dict))
+                    key: json.dumps(v, ensure_ascii=False, default=str)
+                    for key, v in row.items()
+                    if isinstance(v, (list, dict))
                 }
                 writer.writerow(row | nested)

@@ -323,7 +323,7 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         return _with_system(messages_of(data[key], key), data), {key, 'system'}
     text = _string(data[key], key)
     _not_blank(text, f'the {"prompt" if key in PROMPT else key}')
-    if data.get('system'):
+    if data.get('system') and _HH_ASSISTANT not in text:
         return _with_system((Message(_USER, text),), data), {key, 'system'}
     return text, {key}
 
@@ -345,7 +345,7 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             raise BadRecord(
                 f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed'
             )
-        left_out = [name for name in _UNREAD if turn.get(name)] + ['weight 0'] * (turn.get('weight') == 0)
+        left_out = [name for name in _UNREAD if _from_json(turn.get(name))] + ['weight 0'] * (turn.get('weight') == 0)
         if left_out:
             raise BadRecord(f'turn {i} of {column} has {left_out[0]}, which is not read; write it into the content')
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))

@@ -352,7 +352,7 @@ class PythonTool:
         return '\n'.join(line for line in lines if line) or '[no output]'
 
 
-BLOCK = re.compile(r'```([^\n`]*)\n(.*?)(?:```|\Z)', re.DOTALL)
+BLOCK = re.compile(r'```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)', re.DOTALL)
 PYTHON = ('', 'python', 'py', 'python3')
 """languages of fenced blocks that are Python"""
 
@@ -364,5 +364,5 @@ def python_block(response: str) -> str | None:
     >>> python_block('So:\\n```python\\nprint(6 * 7)\\n```')
     'print(6 * 7)\\n'
     """
-    blocks = [code for language, code in BLOCK.findall(response) if language.strip().lower() in PYTHON]
+    blocks = [code for language, code in BLOCK.findall(response) if language.lower() in PYTHON]
     return blocks[-1] if blocks else None

@@ -168,9 +168,10 @@ class EpisodeEngine(EngineAround):
     def last_turn(self, prompt: Prompt, observation: Observation) -> str:
         """Returns the text of the last message before the first response, or '' for plain text."""
         if isinstance(observation, str):
-            if not isinstance(self.transcript, ChatTemplate):
+            chat = getattr(self.transcript, 'format', self.transcript)  # that of a `TextOrChat`
+            if not isinstance(chat, ChatTemplate):
                 return ''
-            observation = joined(self.transcript.messages(prompt), observation)
+            observation = joined(chat.messages(prompt), observation)
         return str(observation[-1].get('content') or '') if observation else ''
 
     def _decoded(self, ids: list[int]) -> str:
