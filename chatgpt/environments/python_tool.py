@@ -352,7 +352,7 @@ class PythonTool:
         return '\n'.join(line for line in lines if line) or '[no output]'
 
 
-BLOCK = re.compile(r'```([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)', re.DOTALL)
+BLOCK = re.compile(r'```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)', re.DOTALL)
 PYTHON = ('', 'python', 'py', 'python3')
 """languages of fenced blocks that are Python"""
 

@@ -141,7 +141,7 @@ class RolloutEngine(ABC):
         observations."""
         raise NotImplementedError
 
-    def put_around(self, around: Any) -> None:
+    def put_around(self, around: Any, told_by: Any = None) -> None:
         """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes."""
         raise NotImplementedError
 
@@ -325,8 +325,8 @@ class EngineAround(RolloutEngine):
     def converse(self, call: Call, turns: Turns) -> None:
         self.engine.converse(call, turns)
 
-    def put_around(self, around: Any) -> None:
-        self.engine.put_around(around)
+    def put_around(self, around: Any, told_by: Any = None) -> None:
+        self.engine.put_around(around, told_by)
 
     def counts(self) -> dict[str, int]:
         return self.engine.counts()

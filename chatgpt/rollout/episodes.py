@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chatgpt.data.formats import copy_tokenizer, note_turns, template_of
+from chatgpt.data.formats import copy_tokenizer, note_turns, template_of, text_choice
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
 from chatgpt.environments.base import InvalidStep, Observation, joined
 from chatgpt.environments.registry import described
@@ -91,10 +91,13 @@ class EpisodeEngine(EngineAround):
             # what is recorded of a tokenizer is not sent with it
             sent = copy_tokenizer(tokenizer)
             sent.chat_template = template_of(tokenizer)
-            turns = takes_turns(self.factory, tokenizer, self.settings) or self.settings.apply_chat_template
-            given = {'environment': environment, 'tokenizer': sent, 'stop_strings': stop_strings}
-            given |= {'settings': replace(self.settings, apply_chat_template=turns), 'transcript': transcript}
-            engine.put_around(partial(EpisodeEngine, **given))
+            chosen = self.settings.apply_chat_template
+            chosen = text_choice(tokenizer) if chosen is None else chosen
+            given = {'environment': environment, 'stop_strings': stop_strings, 'transcript': transcript}
+            around = partial(
+                EpisodeEngine, **given, tokenizer=sent, settings=replace(self.settings, apply_chat_template=chosen)
+            )
+            engine.put_around(around, (given, tokenizer, settings))
         ahead = self.is_remote and engine.abilities.answers_ahead
         self.abilities = replace(
             engine.abilities, answers_ahead=ahead, runs_actor=False, plays_turns=False, takes_environments=False

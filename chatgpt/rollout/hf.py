@@ -299,7 +299,8 @@ class HFEngine(CheckedEngine):
         stopped_at = stop.stopped_at if stop else [None] * len(prompts)
         rows = zip(responses.tolist(), stopped_at, limits, strict=True)
         ends = [_response_length(ids, sampling.eos_token_ids, at, limit) for ids, at, limit in rows]
-        call.check_finite(logprobs, filtered, [length for length, _ in ends])
+        # greedy beams may take tokens outside of the filter
+        call.check_finite(logprobs, filtered if record is not None else logprobs, [length for length, _ in ends])
         return call.samples((responses.cpu(), logprobs, filtered, edges), *zip(*ends, strict=True))
 
 

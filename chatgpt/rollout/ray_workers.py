@@ -23,8 +23,8 @@ from chatgpt.rollout.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import Around, ModelSpec, PackedSamples, Request
 
-START_S, TRANSFER_S = 60.0, 30.0
-"""seconds before a warning that workers are still starting; seconds in which an answer that is late may still arrive"""
+START_S = 60.0
+"""seconds before a warning that workers are still starting"""
 
 
 class RayWorkers:
@@ -181,11 +181,8 @@ class RayWorkers:
 
     def wait(self, handle: Any) -> Any:
         exceptions = self.ray.exceptions
-        timeout = self.timeout_s
-        if timeout is not None:  # counted from the request; an answer that is there must still be sent
-            timeout = max(timeout - (time.monotonic() - handle.since), min(timeout, TRANSFER_S))
         try:
-            return self.ray.get(handle.answer, timeout=timeout)
+            return self.ray.get(handle.answer, timeout=self.timeout_s)
         except (
             exceptions.RayActorError,
             exceptions.ObjectLostError,

@@ -214,16 +214,21 @@ class RemoteEngine(CheckedEngine):
     def _check_options(self) -> None:
         LocalEngine(**self.engine_options)  # raises for invalid options
 
-    def put_around(self, around: Around) -> None:
+    def put_around(self, around: Around, told_by: Any = None) -> None:
         """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes, with
         environments that then run in the workers. Requests then contain whole prompts with columns, which are not
         checked here.
+
+        Args:
+            told_by: what tells it from others, compared as it is sent; None: `around` itself.
 
         Raises:
             ValueError: the workers have a different `around` or started without one, or it cannot be pickled.
         """
         try:
-            packed = getattr(self.workers, 'dumps', pickle.dumps)(around)
+            dumps = getattr(self.workers, 'dumps', pickle.dumps)
+            dumps(around)
+            packed = dumps(around if told_by is None else told_by)
         except Exception as error:  # pickle methods may raise anything
             raise ValueError(
                 f'the environment cannot be sent to rollout workers ({type(error).__name__}: '

@@ -3,9 +3,11 @@ errors about truncated rows, equal pairs, rows of another kind and reserved colu
 
 from __future__ import annotations
 
+import datetime
 import json
 import runpy
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -174,6 +176,46 @@ def test_conversion_to_several_records():
     assert judged == [('a', True), ('c', False)]
 
 
+def test_conversion_leaves_ties_out_and_keeps_scores():
+    ranked = Preference(prompt='p', responses=('a', 'b', 'c'), scores=(2.0, 2.0, 1.0))
+    scores = {'score_chosen': 2.0, 'score_rejected': 1.0}
+    pairs = [{'prompt': 'p', 'chosen': better, 'rejected': 'c'} | scores for better in 'ab']
+    assert to_records(ranked, 'preference') == pairs
+    prompt = HH.format('p')
+    assert to_records(ranked, 'dialogues') == [
+        {'chosen': f'{prompt} {better}', 'rejected': f'{prompt} c'} | scores for better in 'ab'
+    ]
+    assert [to_example(record).scores for record in to_records(ranked, 'dialogues')] == [(2.0, 1.0)] * 2
+    assert [record['label'] for record in to_records(ranked, 'kto')] == [True, False]
+    tied = Preference(prompt='p', responses=('a', 'b'), scores=(1.0, 1.0))
+    for shape in ('preference', 'dialogues', 'kto'):
+        with pytest.raises(BadRecord, match='equal scores of all answers'):
+            to_records(tied, shape)
+
+
+def test_prompts_keep_the_answer_and_other_columns(tmp_path, tokenizer):
+    date = datetime.date(2024, 2, 29)
+    shown = Demonstration(prompt='2 + 3?', response='5', columns={'level': 1, 'date': date})
+    judged = Labelled(prompt='2 + 3?', response='6', label=False, columns={'level': 2})
+    records = [record for example in (shown, judged) for record in to_records(example, 'prompt')]
+    assert records == [{'prompt': '2 + 3?', 'answer': '5', 'level': 1, 'date': date}, {'prompt': '2 + 3?', 'level': 2}]
+    pair = Preference(prompt='p', responses=('a', 'b'), columns={'answer': 'own'})
+    assert to_records(pair, 'prompt') == [{'prompt': 'p', 'answer': 'own'}]
+    for suffix in ('.jsonl', '.json', '.csv'):
+        write_records(records[:1], tmp_path / f'a{suffix}')
+        (found,) = load_prompts(tmp_path / f'a{suffix}', tokenizer)
+        level = '1' if suffix == '.csv' else 1
+        assert (found.text, found.columns) == ('2 + 3?', {'answer': '5', 'level': level, 'date': '2024-02-29'})
+
+
+def test_answers_of_equal_rank_make_no_pair(tokenizer):
+    row = {'prompt': 'p', 'responses': ['a', 'b', 'c'], 'ranks': [1, 2, 2]}
+    (found,), _ = load_preferences([row], tokenizer)
+    assert found.ranks() == [0, 1, 1]
+    with pytest.warns(UserWarning, match='1 of 2 preferences have answers that do not differ'):
+        load_preferences([row, row | {'ranks': [1, 1, 1]}], tokenizer)
+
+
 @pytest.mark.parametrize(
     ('example', 'shape', 'reason'),
     [
@@ -263,6 +305,25 @@ def test_context_chosen_rejected():
     assert to_example(row) == Preference(prompt=(Message('user', 'q'),), responses=('c', 'r'))
     assert to_example({'context': 'q', 'chosen': 'c', 'rejected': 'r'}) == Preference(prompt='q', responses=('c', 'r'))
     assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ('prompt,chosen,rejected,system,margin\np,c,r,,\n', Preference(prompt='p', responses=('c', 'r'))),
+        ('chosen,rejected,score_chosen,score_rejected\nc,r,,\n', Preference(prompt='', responses=('c', 'r'))),
+        (
+            'prompt,responses,scores,ranks\np,"[""a"", ""b""]",,"[2, 1]"\n',
+            Preference(prompt='p', responses=('b', 'a')),
+        ),
+        ('prompt,completion,messages\np,c,\n', Demonstration(prompt='p', response='c')),
+        ('prompt,conversations\np,\n', PromptExample(prompt='p')),
+    ],
+)
+def test_an_empty_cell_of_an_optional_column_is_absent(tmp_path, text, expected):
+    path = tmp_path / 'a.csv'
+    path.write_text(text)
+    assert load_examples(path) == [replace(expected, where=f'{path}, line 2')]
 
 
 def panda(*votes):

@@ -53,14 +53,20 @@ TALKS = {'chosen': openai(U('q'), A('c')), 'rejected': openai(U('q'), A('r'))}
 SHARED = {'chosen': sharegpt(A('c'))[0], 'rejected': sharegpt(A('r'))[0]}
 SCORES = {'score_chosen': 2, 'score_rejected': 0.5}
 ABC = {'prompt': 'p', 'responses': ['a', 'b', 'c']}
+TIED = {**ABC, 'ranks': [2, 1, 2]}
 FOUR = openai(U('a'), A('b'), U('c'), A('d'))
+NO_CALLS = {'tool_calls': None, 'function_call': None, 'reasoning_content': '', 'weight': 1}
 PAST = {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'}
+ASKED = (S('s'), U('q'))
 CASES = {
     'prompt': ({'prompt': 'p', 'act': 'x'}, prompt('p', act='x')),
     'prompt as turns': ({'prompt': Q}, prompt((U('q'),))),
     'pair': ({'prompt': 'p', **PAIR}, ranks('p', 'c', 'r')),
     'pair with scores': ({'prompt': 'p', **PAIR, **SCORES}, ranks('p', 'c', 'r', scores=(2.0, 0.5), **SCORES)),
     'instruction pair': ({'instruction': 'i', 'input': 'x', **PAIR}, ranks(X, 'c', 'r')),
+    'pair with a question and a system message': ({'system': 's', 'question': 'q', **PAIR}, ranks(ASKED, 'c', 'r')),
+    'pair with an input and a system message': ({'system': 's', 'input': 'q', **PAIR}, ranks(ASKED, 'c', 'r')),
+    'pair with an input': ({'input': 'q', **PAIR}, ranks('q', 'c', 'r')),
     'stack exchange': ({'question': 'q', 'response_j': 'c', 'response_k': 'r'}, ranks('q', 'c', 'r')),
     'hh': ({'chosen': HH + ' see you', 'rejected': HH + ' so what'}, ranks(HH, ' see you', ' so what')),
     'plain texts compared': ({'chosen': 'good film', 'rejected': 'bad film'}, ranks('', 'good film', 'bad film')),
@@ -71,6 +77,7 @@ CASES = {
     'ranked': (ABC, ranks('p', 'a', 'b', 'c')),
     'ranked by scores': ({**ABC, 'scores': [0, 2, 1]}, ranks('p', 'b', 'c', 'a', scores=(2.0, 1.0, 0.0))),
     'ranked by ranks': ({**ABC, 'ranks': [2, 1, 3]}, ranks('p', 'b', 'a', 'c')),
+    'ranked by ranks, two of them equal': (TIED, ranks('p', 'b', 'a', 'c', scores=(-1.0, -2.0, -2.0))),
     'completion': ({'prompt': 'p', 'completion': 'c'}, shows('p', 'c')),
     'response': ({'prompt': 'p', 'response': 'c', 'id': 4}, shows('p', 'c', id=4)),
     'json as an answer': ({'prompt': 'p', 'completion': '[{"a": 1}]'}, shows('p', '[{"a": 1}]')),
@@ -82,6 +89,7 @@ CASES = {
     'alpaca with history': (PAST, shows((S('s'), U('a'), A('b'), U('i')), 'o')),
     'messages': ({'messages': openai(S('s')) + FOUR}, shows((S('s'), U('a')), (A('b'), U('c'), A('d')))),
     'messages that ask': ({'messages': FOUR[:3]}, prompt((U('a'), A('b'), U('c')))),
+    'messages without calls': ({'messages': [*Q, {**openai(A('a'))[0], **NO_CALLS}]}, shows((U('q'),), 'a')),
     'sharegpt': ({'conversations': sharegpt(U('a'), A('b')), 'system': 's'}, shows((S('s'), U('a')), 'b')),
     'kto': ({'messages': FOUR, 'label': False}, judges((U('a'), A('b'), U('c')), 'd', False)),
     'kto in text': ({'prompt': 'p', 'completion': 'c', 'label': 'True'}, judges('p', 'c', True)),
@@ -144,6 +152,29 @@ def test_bad_records(data, reason):
     with pytest.raises(BadRecord, match=reason) as error:
         to_example(data)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ('part', 'name'),
+    [
+        ({'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]}, 'tool_calls'),
+        ({'function_call': {'name': 'f', 'arguments': '{}'}}, 'function_call'),
+        ({'reasoning_content': 'because'}, 'reasoning_content'),
+        ({'weight': 0}, 'weight 0'),
+    ],
+)
+def test_a_turn_with_a_part_that_is_not_read_is_a_bad_record(part, name):
+    turns = [*Q, openai(A('a'))[0] | part]
+    with pytest.raises(BadRecord, match=f'^turn 2 of messages has {name}, which is not read'):
+        to_example({'messages': turns})
+    with pytest.raises(BadRecord, match=f'^turn 1 of chosen has {name}'):
+        to_example({'prompt': 'q', 'chosen': turns[1:], 'rejected': openai(A('b'))})
+
+
+@pytest.mark.parametrize('text', [100_000 * '[', 1000 * '{"a": ', f'[{5000 * "9"}]', f'{{"a": {5000 * "9"}}}'])
+def test_deep_brackets_and_very_long_numbers_are_text(text):
+    assert to_example({'prompt': text, 'completion': text}) == shows(text, text)
+    assert to_example({'prompt': 'p', 'chosen': text, 'rejected': 'r'}) == ranks('p', text, 'r')
 
 
 def test_one_kind_for_another():

@@ -191,6 +191,14 @@ def test_parquet_gz_and_folder(tmp_path):
         read(write(tmp_path / 'bad.parquet', 'no'))
 
 
+def test_of_a_folder_with_files_of_splits_only_those_of_the_split_are_read(tmp_path):
+    for number, name in enumerate(('test.jsonl', 'train-00000.jsonl', 'Train-00001.jsonl', 'training.jsonl')):
+        write(tmp_path / name, json.dumps({'a': number}) + '\n')
+    assert [r['a'] for r, _ in read(tmp_path)] == [2, 1], 'the split is train by default'
+    assert [r['a'] for r, _ in read(tmp_path, split='test')] == [0]
+    assert sorted(r['a'] for r, _ in read(tmp_path, split='validation')) == [0, 1, 2, 3], 'all, where none has its name'
+
+
 def test_text_by_blank_lines_lines_or_whole(tmp_path):
     path = write(tmp_path / 'a.txt', 'one\nstill one\n\n \n\ntwo\n')
     assert read(path) == [({'text': 'one\nstill one'}, f'{path}, line 1'), ({'text': 'two'}, f'{path}, line 6')]

@@ -73,6 +73,7 @@ class SkyRLSum:
 WithTools = type('WithTools', (), {'reset': lambda self, **columns: None, 'get_reward': lambda self: 1.0})
 Unfinished = type('Unfinished', (), {'reset': lambda self, seed, **columns: 'x'})
 Ours = type('Ours', (Environment,), {'reset': lambda self, **columns: 'x', 'step': lambda self, response: None})
+Seeded = type('Seeded', (Environment,), {'reset': lambda self, seed=None: 'x', 'step': Ours.step})
 
 
 class WithStep:
@@ -102,7 +103,8 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
     assert factory.messages == (made is SkyRLSum)
     assert pickle.loads(pickle.dumps(factory)).wrapper is wrapper
     assert find_environment(f'{__name__}:{made.__name__}').wrapper is wrapper
-    assert find_environment(Ours) is Ours
+    for ours in (Ours, Seeded):
+        assert find_environment(ours) is ours
     assert isinstance(find_environment(WithTools)(), ToolEnvironment)
     assert find_environment(WithStep) is WithStep, 'looks as ours does'
     assert find_environment(Unfinished) is Unfinished, 'whose error says that it has no step'

@@ -12,7 +12,7 @@ from chat_families import FAMILIES, chat_tokenizer
 from scripted_engine import NOTHING, ScriptedEngine, played
 
 from chatgpt.environments import Environment, EnvironmentSettings, seed_of
-from chatgpt.environments.base import InvalidStep
+from chatgpt.environments.base import InvalidStep, joined
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText
 from chatgpt.types import Prompt
@@ -209,6 +209,42 @@ def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
             text(environment, **settings)
     with pytest.raises(ValueError, match='messages, which need a tokenizer with a chat template'):
         PlainText(tokenizer).after([1], 'eos', [user('x')])
+
+
+class Asks(Environment):
+    def reset(self, seed, **columns):
+        return ' Well?'
+
+    def step(self, response):
+        return 'So?', 1.0, False, False, {}
+
+
+def transcript_of(tokenizer, row, **settings):
+    turns = {0: [(tokenizer(text)['input_ids'], 'length') for text in ('Yes', 'No')]}
+    settings = EnvironmentSettings(max_turns=2, **settings)
+    (sample,) = played(ScriptedEngine(turns), Asks, tokenizer, prompts=[row], settings=settings)
+    return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
+
+
+def test_a_prompt_of_messages_goes_through_the_template_in_an_environment_of_text():
+    tokenizer = chat_tokenizer('chatml')
+    row = Prompt(ids=torch.tensor(tokenizer('Hello')['input_ids']), messages=[SYSTEM, user('Hello')])
+    turn = '<|im_start|>{}\n{}<|im_end|>\n'
+    chat = turn.format('system', 'Be brief.') + turn.format('user', 'Hello Well?') + turn.format('assistant', 'Yes')
+    chat += turn.format('user', 'So?') + '<|im_start|>assistant\nNo'
+    assert transcript_of(tokenizer, row) == chat
+    plain = 'Hello Well?YesSo?No'
+    assert transcript_of(chat_tokenizer('chatml'), row, apply_chat_template=False) == plain
+    tokenizer = chat_tokenizer('chatml')
+    tokenizer.chat_template = None
+    assert transcript_of(tokenizer, row) == plain
+
+
+def test_no_text_is_no_turn():
+    for messages in ([user('a')], [user('a'), {'role': 'assistant', 'content': 'b'}], [user('a'), result('7')]):
+        assert joined(messages, '') == messages
+    assert joined([user('a')], 'b') == [user('ab')] and joined([SYSTEM], 'b') == [SYSTEM, user('b')]
+    assert joined([], 'b') == [user('b')]
 
 
 class Opens(Environment):

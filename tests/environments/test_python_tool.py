@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,13 @@ def test_the_block_of_a_response():
         '```\nx\n```': 'x\n',
         '```python\nprint(1)': 'print(1)',
         '```json\n{}\n```': None,
+        '```json\n{}\n```\n```text\nx\n```': None,
+        '```python\nprint(1)\n```\nThis prints 1:\n```text\n1\n```\nDone.\n': 'print(1)\n',
+        '```\nx\n```\nOr so:\n': 'x\n',
+        '```Python\nx\n```': 'x\n',
+        '```PY \nx\n```': 'x\n',
+        '``` python3\nx\n```': 'x\n',
+        'Use ```x``` inline.\n```python\ny\n```': 'y\n',
         'nothing': None,
     }.items():
         assert python_block(response) == block
@@ -114,6 +122,13 @@ def test_limits_are_numbers_above_0(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=rf'Limits\({name}=.*: give a number above 0'):
         Limits(**wrong)
+
+
+@pytest.mark.parametrize('name', ['cpu_s', 'memory_mib', 'output_bytes', 'open_files'])
+def test_limits_are_whole_except_for_the_time(name):
+    with pytest.raises(ValueError, match=rf'Limits\({name}=1.5\): give a whole number'):
+        Limits(**{name: 1.5})
+    assert Limits(wall_s=1.5).wall_s == 1.5
 
 
 @MODES
@@ -136,6 +151,37 @@ def test_output(unsafe):
     assert run('import sys; sys.stdout.buffer.write(bytes([0, 65, 255, 128]))', unsafe) == ('\0A��', 'ok')
     assert run('import os; os.close(1); os.close(2); print(1)', unsafe).end in ('ok', 'error')
     assert run('print("\\ud800")', unsafe) == ('\\ud800\n', 'ok')
+
+
+def test_what_is_written_last_is_read_if_the_process_ends_before_its_output_is_seen(monkeypatch):
+    wait = os.waitid
+
+    def wait_for_the_end(kind, pid, options):
+        wait(kind, pid, os.WEXITED | os.WNOWAIT)
+        return wait(kind, pid, options)
+
+    monkeypatch.setattr(os, 'waitid', wait_for_the_end)
+    assert run('print(6 * 7)', unsafe=True) == ('42\n', 'ok')
+
+
+def test_what_is_written_last_is_read_while_other_threads_are_busy():
+    pauses = [0.03 + n / 100 for n in range(10)]  # around the 50 ms after which a process is looked at again
+    done = threading.Event()
+
+    def work():
+        while not done.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for pause in pauses:
+            assert run(f'import time; time.sleep({pause}); print({pause})', unsafe=True) == (f'{pause}\n', 'ok')
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
 
 
 @BWRAP

@@ -4,25 +4,30 @@ resume with episodes in flight."""
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import episode_runs
 import pytest
 import torch
+from chat_families import CHATML
 from episode_runs import Log, same_to_rounding
 from in_process_workers import InProcessWorkers
 from scripted_engine import played
 from stop_after import StopAfter
 
-from chatgpt.environments import Environment, EnvironmentSettings
+from chatgpt.data import load_prompts
+from chatgpt.data.formats import note_turns, template_of
+from chatgpt.environments import Environment, EnvironmentSettings, seed_of
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, RemoteEngine
+from chatgpt.rollout import EngineAround, LocalEngine, RemoteEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.strategies import DDPStrategy
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
@@ -56,9 +61,9 @@ def prompts(num: int = 7) -> list[Prompt]:
     return [Prompt(ids=x, text=f'go {i}', columns={'word': f'w{i}'}) for i, x in enumerate(ids)]
 
 
-def actor() -> Actor:
+def actor(**sizes: Any) -> Actor:
     torch.manual_seed(0)
-    return Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER)))
+    return Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER), **sizes))
 
 
 def episodes(engine: Any) -> list[Sample]:
@@ -108,6 +113,51 @@ def test_what_cannot_be_sent_is_an_error_before_any_worker_starts():
     for engine in (begun, of_another):
         with pytest.raises(ValueError, match='another environment, or none'):
             EpisodeEngine(engine, Shop, TOKENIZER)
+
+
+class Sent(InProcessWorkers):
+    """Workers that get a pickled copy of the environment and its tokenizer, as those in other processes do."""
+
+    def start(self, spec: Any, engine_options: Any, around: Any = None) -> None:
+        super().start(spec, engine_options, pickle.loads(pickle.dumps(around)))
+
+
+HUMAN = ('\n\nHuman: ', '\n\nAssistant:')
+IM = ('<|im_start|>user\n', '<|im_end|>\n<|im_start|>assistant\n')
+
+
+@pytest.mark.parametrize('choice', ['given', 'noted', 'messages'])
+@pytest.mark.parametrize(('template', 'around'), [(CHATML, IM), (None, HUMAN)], ids=['own', 'adopted'])
+def test_workers_use_the_template_and_the_choice_of_this_process(template, around, choice):
+    """The template is the tokenizer's own, or the one that reading the prompts adopted for it."""
+    tokenizer, row = byte_tokenizer(), {'prompt': 'go 1', 'word': 'w'}
+    tokenizer.chat_template = template
+    if choice == 'noted':
+        note_turns(tokenizer)
+    elif choice == 'messages':
+        row['prompt'] = [{'role': 'user', 'content': 'go 1'}]
+    records = list(load_prompts([row] * 2, tokenizer, apply_chat_template=True if choice == 'given' else None))
+    assert tokenizer.chat_template == template and template_of(tokenizer) is not None
+    given = {'actor': actor(positions=256), 'prompts': records, 'max_new_tokens': 160, 'eos_token_ids': ENDS}
+    with RemoteEngine(Sent(2)) as engine:
+        _, there = (played(engine, Shop, tokenizer, settings=SETTINGS, **given) for _ in range(2))
+    assert_same(played(LocalEngine(), Shop, tokenizer, settings=SETTINGS, **given), there)
+    for sample in there:
+        digit = random.Random(seed_of(0, sample.group)).randint(0, 9)
+        assert sample.prompt_text == f'go 1go 1w{digit}:'.join(around) and sample.last_turn == f'go 1go 1w{digit}:'
+    assert any(len(s.episode.turns) > 1 for s in there)
+
+
+def test_an_engine_that_ranks_call_together_plays_no_episodes():
+    class Together(EngineAround):
+        def __init__(self, engine: Any) -> None:
+            super().__init__(engine)
+            self.abilities = replace(engine.abilities, spans_ranks=True)
+
+    with pytest.raises(ValueError, match='number of turns on each rank.* leave vllm_tensor_parallel out, or use roll'):
+        EpisodeEngine(Together(LocalEngine()), Shop, TOKENIZER)
+    with RemoteEngine(InProcessWorkers()) as engine:  # its workers play them
+        EpisodeEngine(Together(engine), Shop, TOKENIZER)
 
 
 def make(engine: Any = None, *, more: Any = (), **given: Any) -> tuple[PPOTrainer, Log]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import random
@@ -164,6 +165,39 @@ def test_objects_are_reused():
     sample, _ = episode(factory, ['no'], question())
     assert (sample.episode.end, sample.episode.turns[-1].rewards) == ('error', {})
     assert 'no money' in sample.episode.message and not factory._free
+
+
+class Queued:
+    """Waits for its queue, which asyncio binds to the event loop of the first wait."""
+
+    def __init__(self):
+        self.queue = asyncio.Queue()
+
+    def reset(self, **columns):
+        return 'Take it.'
+
+    async def take(self) -> str:
+        """Take what comes next."""
+        asyncio.get_running_loop().call_soon(self.queue.put_nowait, 'tea')
+        return await self.queue.get()
+
+    def get_reward(self):
+        return 1.0
+
+
+def test_an_object_that_is_used_again_keeps_its_event_loop():
+    factory, function = ToolFactory(Queued), {'name': 'take', 'arguments': {}}
+    message = {'role': 'assistant', 'content': '', 'tool_calls': [{'type': 'function', 'function': function}]}
+    played, results = [], []
+    for _ in range(2):
+        played.append(factory())
+        played[-1].reset(seed=1)
+        results += played[-1].step(message)[0]
+        played[-1].close()
+    for environment in played:
+        environment._loop.close()
+    assert played[0].environment is played[1].environment
+    assert [result['content'] for result in results] == ['tea', 'tea']
 
 
 def test_trls_reward_functions_see_the_environment():

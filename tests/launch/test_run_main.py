@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import pytest
 
@@ -26,20 +27,38 @@ def test_a_reader_that_has_read_enough_is_no_error():
     assert (done.returncode, done.stderr) == (141, '')
 
 
+def failing(error):
+    def main():
+        raise error
+
+    return main
+
+
 def test_a_failed_save_may_be_tried_again_and_a_mistake_may_not(capsys):
     from chatgpt.trainer.saving import SaveError
-
-    def failing(error):
-        def main():
-            raise error
-
-        return main
 
     for error, code in ((SaveError('no space'), 1), (ValueError('x'), 2)):
         with pytest.raises(SystemExit) as ended:
             run_main(failing(error))
         assert ended.value.code == code
     assert 'error: no space' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'chatgpt.rollout.remote:WorkerDied',
+        'chatgpt.environments.runner:WorkerError',
+        'chatgpt.environments.runner:EnvironmentsHang',
+        'chatgpt.trainer.selection:EpisodesFailed',
+    ],
+)
+def test_a_failure_of_workers_or_environments_may_be_tried_again(name, capsys):
+    kind = resolve_name(name)
+    for error in (kind('it is gone'), ValueError(f'rank 0: {kind.__name__}: it is gone')):
+        with pytest.raises(SystemExit) as ended:
+            run_main(failing(error))
+        assert ended.value.code == 1 and f'error: {error}' in capsys.readouterr().err
 
 
 def test_the_folder_that_the_command_chose_is_its_default():

@@ -16,6 +16,17 @@ from chatgpt.types import Prompt, Sample
 
 LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
 
+_LINEAR = {'linear_key_head_dim': 8, 'linear_value_head_dim': 8, 'linear_num_key_heads': 2, 'linear_num_value_heads': 2}
+_EXPERTS = {'num_experts': 2, 'num_experts_per_tok': 1, 'moe_intermediate_size': 16, 'head_dim': 16}
+_EXPERTS |= {'shared_expert_intermediate_size': 16}
+BEYOND_KEYS_AND_VALUES: dict[str, dict[str, Any]] = {
+    'Mamba': {'state_size': 4},
+    'OpenAIGPT': {'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64},
+    'Lfm2': {'layer_types': ['conv', 'full_attention']},
+    'Qwen3Next': _LINEAR | _EXPERTS | {'layer_types': ['linear_attention', 'full_attention']},
+}
+"""settings for `tiny_of` of families that a cache of keys and values is not enough for"""
+
 
 def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
     generator = torch.Generator().manual_seed(0)

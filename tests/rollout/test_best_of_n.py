@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from engine_calls import BEYOND_KEYS_AND_VALUES, generated, tiny_of
 
-from chatgpt.nn import GPTActor
-from chatgpt.rollout import BestOfN, Call, LocalEngine, SamplingParams, kl_bound, stream_tokens
+from chatgpt.nn import Actor, GPTActor
+from chatgpt.rollout import BestOfN, Call, HFEngine, LocalEngine, SamplingParams, kl_bound, stream_tokens
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.types import Prompt
 
@@ -119,3 +120,31 @@ def test_a_stream_has_no_dropout_and_leaves_it_as_it_was():
     stream.close()
     assert [m.training for m in actor.modules()] == modes
     assert len(set(modes)) == 2
+
+
+@pytest.mark.parametrize('kind', BEYOND_KEYS_AND_VALUES)
+def test_a_stream_of_a_model_that_keeps_more_than_keys_and_values_gives_the_tokens_of_transformers(kind):
+    actor = Actor(tiny_of(kind, **BEYOND_KEYS_AND_VALUES[kind]))
+    sampling = SamplingParams(max_new_tokens=8, temperature=1.2)
+    for index, sample in enumerate(generated(HFEngine(), actor, sampling, PROMPTS)):
+        stream = stream_tokens(actor, PROMPTS[index].ids, sampling, seed=5, index=index)
+        assert list(stream) == sample.response_ids.tolist()
+
+
+def test_a_stream_refuses_settings_that_only_transformers_knows(actor):
+    sampling = SamplingParams(max_new_tokens=3, extra={'repetition_penalty': 1.2})
+    with pytest.raises(ValueError, match='stream_tokens cannot do repetition_penalty; leave it out'):
+        next(stream_tokens(actor, PROMPTS[0].ids, sampling, seed=0))
+
+
+@pytest.mark.parametrize('do_sample', [True, False])
+def test_a_stream_ends_with_an_error_at_a_token_whose_logits_are_not_finite(do_sample):
+    torch.manual_seed(0)
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=24, positions=48))
+    with torch.no_grad():
+        actor.model.transformer.wpe.weight[4] = torch.nan  # the fourth token is predicted from there
+    sampling = SamplingParams(max_new_tokens=9, do_sample=do_sample)
+    stream = stream_tokens(actor, PROMPTS[0].ids, sampling, seed=0, index=7)
+    assert len([next(stream) for _ in range(3)]) == 3
+    with pytest.raises(FloatingPointError, match='sample 7 are not finite at response position 3'):
+        next(stream)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from engine_calls import BEYOND_KEYS_AND_VALUES, tiny_of
 from torch import Tensor
 
 from chatgpt.batching import collate
@@ -172,6 +173,20 @@ def test_the_engine_is_chosen_in_one_place():
     assert isinstance(engine_for(Actor(model('t5')), keep=False), HFEngine)
     assert isinstance(engine_for(Actor(tiny_causal_lm('gpt2')), keep=False), LocalEngine)
     assert ENGINES.find('auto').make('any') is None
+
+
+@pytest.mark.parametrize('kind', BEYOND_KEYS_AND_VALUES)
+def test_a_model_that_keeps_more_than_keys_and_values_gets_the_engine_of_transformers(kind):
+    actor = Actor(tiny_of(kind, **BEYOND_KEYS_AND_VALUES[kind]))
+    assert isinstance(engine_for(actor, keep=False), HFEngine)
+    with pytest.raises(ValueError, match="use engine='hf'"):
+        LocalEngine().begin(actor)
+
+
+@pytest.mark.parametrize('kind', ['Mistral', 'Llama4Text'])
+def test_a_model_with_windows_of_attention_gets_the_local_engine(kind):
+    own = {'Llama4Text': {'head_dim': 16, 'intermediate_size_mlp': 64, 'num_local_experts': 2}}
+    assert isinstance(engine_for(Actor(tiny_of(kind, **own.get(kind, {'sliding_window': 16})))), LocalEngine)
 
 
 def test_engines_of_decoders_refuse_an_encoder_decoder():

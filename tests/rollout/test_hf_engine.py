@@ -97,6 +97,48 @@ def test_refusals():
         HFEngine().begin(MaskedPolicy(actor, actor, 0.9, 1.0))
 
 
+def test_beams_may_take_tokens_outside_of_the_filter():
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False, top_k=1, extra={'num_beams': 4})
+    found = generated(HFEngine(), tiny_causal_lm('gpt2'), sampling)
+    assert all(sample.logprobs.isfinite().all() for sample in found)
+    assert any(sample.filtered_logprobs.isinf().any() for sample in found)
+
+
+def test_beams_with_a_stop_are_refused():
+    sampling = SamplingParams(max_new_tokens=4, do_sample=False, stop=lambda ids: len(ids) > 2, extra={'num_beams': 2})
+    with pytest.raises(ValueError, match='a beam cannot stop alone; leave num_beams out, or stop and stop_strings'):
+        generated(HFEngine(), tiny_causal_lm('gpt2'), sampling)
+
+
+@pytest.mark.parametrize('do_sample', [True, False])
+def test_non_finite_logits_name_sample_and_position(do_sample):
+    actor = Actor(tiny_causal_lm('gpt2'))
+    with torch.no_grad():
+        actor.model.transformer.wpe.weight[9] = torch.nan
+    sampling = SamplingParams(max_new_tokens=6, do_sample=do_sample)
+    with pytest.raises(FloatingPointError, match='sample 41 are not finite at response position 5'):
+        generated(HFEngine(), actor, sampling, prompts_of((2, 5)), indices=[40, 41])
+    with torch.no_grad():
+        actor.model.transformer.h[0].ln_1.weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match='sample 40 are not finite at response position 0'):
+        generated(HFEngine(), actor, sampling, prompts_of((2, 5)), indices=[40, 41])
+
+
+def test_a_padding_token_outside_the_vocabulary_changes_no_token():
+    model, sampling = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, pad_token_id=64)
+    assert model.config.vocab_size == 64
+    assert_same(generated(HFEngine(), model, sampling), generated(LocalEngine(), model, sampling), tolerance=1e-4)
+
+
+@pytest.mark.parametrize('max_batch_size', [64, 2])
+def test_each_prompt_has_its_own_room_up_to_the_positions_of_the_model(max_batch_size):
+    model, prompts = tiny_causal_lm('gpt2', positions=32), prompts_of((3, 30, 12, 31, 3))
+    sampling = SamplingParams(max_length=32)
+    samples = generated(HFEngine(max_batch_size=max_batch_size), model, sampling, prompts)
+    assert [s.num_actions for s in samples] == [29, 2, 20, 1, 29]
+    assert_same(samples, generated(LocalEngine(), model, sampling, prompts), tolerance=1e-4)
+
+
 def test_logits_of_earlier_steps_are_not_kept():
     """When `generate` returns, no (rows, V) tensor of the 40 steps exists."""
     model = tiny_causal_lm('gpt2')

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from engine_calls import generated, generated_turns, prompts_of, slow_logits, tiny_of
+from engine_calls import Turns, generated, generated_turns, prompts_of, slow_logits, tiny_of
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, compare_samples
@@ -418,6 +418,27 @@ def test_generators_of_later_turns_are_others():
     assert found[0] != found[1] != found[2] and found[1] == found[3]
 
 
+@pytest.mark.parametrize('fixed_steps', [False, True])
+def test_the_reason_of_a_turn_is_not_that_of_the_turn_before(fixed_steps):
+    reasons: list[tuple[int, str]] = []
+
+    class Recorded(Turns):
+        def ended(self, i, turn):
+            super().ended(i, turn)
+            assert turn.finish_reason == ('eos' if int(turn.response_ids[-1]) in ends else 'length')
+            reasons.append((i, turn.finish_reason))
+
+    prompts, ends = prompts_of(), tuple(range(2, 14))
+    sampling = SamplingParams(max_new_tokens=20, eos_token_ids=ends)
+    engine = LocalEngine(max_batch_size=3, fixed_steps=fixed_steps)
+    engine.begin(Actor(tiny_causal_lm('gpt2')))
+    engine.converse(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))), Recorded(len(prompts)))
+    engine.end()
+    of_each = [[reason for j, reason in reasons if j == i] for i in range(len(prompts))]
+    assert all(len(turns) == 3 for turns in of_each)
+    assert any('eos' in turns and turns[-1] == 'length' for turns in of_each)
+
+
 # ---------------------------------------------------------------- rows of the cache when memory is limited
 
 PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(12)]
@@ -465,6 +486,53 @@ def test_a_cache_that_is_there_is_used_again_and_may_become_wider():
     engine = LimitedMemoryEngine(int(5 * PER_SLOT * LONGEST / 0.6) + 1)
     token_ids(engine, calls=2)
     assert engine.rows == [5, 5]
+
+
+@pytest.mark.parametrize(('fixed', 'slots', 'long'), [(False, 300, 40), (True, 1500, 90)])
+def test_a_cache_has_the_most_rows_and_the_most_slots_of_two_calls_only_if_both_fit(fixed, slots, long):
+    """Twelve short prompts take 12 * 11 slots, or 16 * 64 in fixed steps; a long one 46, or 128 for each row."""
+    sampling, actor = SamplingParams(max_new_tokens=7), Actor(tiny_causal_lm('gpt2'))
+    limited = LimitedMemoryEngine(int(slots * PER_SLOT / 0.6) + 1, fixed_steps=fixed)
+    for engine in (limited, LimitedMemoryEngine(1 << 30, fixed_steps=fixed)):
+        engine.begin(actor)
+        sizes = []
+        for prompts in (PROMPTS, prompts_of((long,)), PROMPTS):
+            samples = engine.generate(Call.of(prompts, sampling, seed=3, indices=range(len(prompts))))
+            assert compare_samples(samples, collect(actor.model, prompts, sampling, seed=3)).explained
+            cache = engine._cache
+            sizes.append((cache.rows, cache.capacity))
+            assert cache.nbytes == cache.rows * cache.capacity * PER_SLOT
+            assert engine is not limited or cache.rows * cache.capacity <= slots
+        assert engine.rows == ([16, 1, 16] if fixed else [12, 1, 12])
+        # negative control: with enough memory the second cache has room for both
+        assert (sizes[1] == sizes[2]) is (engine is not limited)
+        engine.end()
+
+
+@pytest.mark.parametrize(('refill_fraction', 'least'), [(0.125, 1), (0.5, 2), (0.7, 3)])
+def test_prompts_enter_at_the_same_share_of_free_rows_where_memory_limits_them(refill_fraction, least, monkeypatch):
+    """The share counts of the five rows that fit, and not of the 256 that may be decoded at once."""
+    entered, live = [], []
+    admit, decode = local_run.LocalRun.admit, local_run.LocalRun.decode
+
+    def admitting(self, free):
+        entered.append(min(free, len(self.queue)))
+        admit(self, free)
+
+    def decoding(self):
+        if len(self.queue) >= least:
+            live.append(len(self.row_sample))
+        decode(self)
+
+    monkeypatch.setattr(local_run.LocalRun, 'admit', admitting)
+    monkeypatch.setattr(local_run.LocalRun, 'decode', decoding)
+    engine = LimitedMemoryEngine(
+        int(5 * PER_SLOT * LONGEST / 0.6) + 1, refill_fraction=refill_fraction, fixed_steps=False
+    )
+    sampling = SamplingParams(max_new_tokens=7, eos_token_ids=tuple(range(2, 14)))
+    generated(engine, tiny_causal_lm('gpt2'), sampling, PROMPTS)
+    assert engine.rows == [5] and entered[0] == 5 and sum(entered) == 12
+    assert min(live) == 5 - least + 1
 
 
 def test_a_cpu_has_no_bound_and_a_gpu_what_is_free_or_kept_by_torch(monkeypatch):

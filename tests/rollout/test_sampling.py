@@ -164,6 +164,13 @@ def test_generation_kwargs_that_are_refused(name, value, message):
         from_generation_kwargs(max_new_tokens=3, **{name: value})
 
 
+def test_a_stop_and_stop_strings_are_not_taken_together():
+    kwargs = {'max_new_tokens': 4, 'stop': lambda ids: True}
+    assert sampling_for(Actor(tiny_causal_lm()), byte_tokenizer(), kwargs)[0].stop is kwargs['stop']
+    with pytest.raises(ValueError, match='stop and stop_strings are both given; give one'):
+        sampling_for(Actor(tiny_causal_lm()), byte_tokenizer(), kwargs | {'stop_strings': 'xy'})
+
+
 def test_every_end_token_of_the_model_counts(tmp_path):
     """Chat models end a turn with other tokens than the tokenizer's end token."""
     model = tiny_causal_lm('llama', vocab_size=300)

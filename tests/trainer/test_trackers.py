@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_trainer import FakeTrainer, experience
 
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.recipes import make_callbacks
 from chatgpt.launch.runs import PPORun, Run, SFTRun
-from chatgpt.trainer.callbacks.trackers import tracker_names
+from chatgpt.trainer.callbacks.trackers import Tracker, Trackio, WandB, tracker_names
+from chatgpt.types import Episode, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -158,6 +160,50 @@ def test_trackio_in_local_files(folder_of):
     assert len({name for name, _, _ in rows}) == 2  # the resumed run is the same one
     assert {json.loads(text).get('lr') for name, text in configs.items() if name.startswith('mine-')} == {0.125}
     assert found[0][2]['samples']['_value'][0]['prompt'] == 'a b'
+
+
+class Kept(Tracker):
+    """Keeps what it is given."""
+
+    def start(self, trainer, run_id):
+        self.kept = []
+        return self.kept, run_id or 'first'
+
+    def log(self, metrics, rows, step):
+        self.kept.append((step, metrics['ppo/loss'], [row['prompt'] for row in rows]))
+
+    def finish(self, *, failed):
+        self.kept.append(failed)
+
+
+def test_a_class_of_ones_own_derived_from_tracker_needs_no_package():
+    tracker = Kept(samples_every=2)
+    FakeTrainer([tracker]).fit([{'ppo/loss': 0.5}, {'ppo/loss': 0.25}, {'ppo/loss': 0.125}])
+    assert tracker.kept == [(1, 0.5, ['a b']), (2, 0.25, ['a b']), (3, 0.125, []), False]
+    assert tracker.state_dict() == {'run_id': 'first'}
+
+
+@pytest.mark.parametrize('make', [WandB, Trackio])
+def test_a_table_of_episodes_has_one_text_for_the_parts_and_the_columns_of_all_rows(make, monkeypatch):
+    monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: name)
+    monkeypatch.setitem(sys.modules, make.module, SimpleNamespace(Table=SimpleNamespace))
+    logged = []
+    tracker = make()
+    tracker._run = SimpleNamespace(log=lambda values, step: logged.append(values['samples']))
+    end = {'turns': (Turn(start=0, stop=1, rewards={'reward': 1.0}), Turn(start=2, stop=3)), 'success': True}
+    ends = Episode(end='terminated', **end), Episode(end='error', message='no more', **end)
+    trainer = FakeTrainer([tracker])
+    trainer.last_experiences = [experience(i, [3], [5, 6, 7], 2.0, episode=e) for i, e in enumerate(ends)]
+    tracker.on_phase_end(trainer, 1, {})
+    (table,) = logged
+    names = ['index', 'prompt', 'response', 'score', 'kl', 'num_tokens', 'ended', 'end', 'success', 'message']
+    assert table.columns == names
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.data]
+    assert [(row['response'], row['end'], row['message']) for row in rows] == [
+        ('5 [6] 7', 'terminated', None),
+        ('5 [6] 7', 'error', 'no more'),
+    ]
+    assert all(value is None or isinstance(value, (str, int, float)) for row in table.data for value in row)
 
 
 @pytest.mark.parametrize(
