@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, head_outputs
-from chatgpt.nn.loading import Role, add_lora, hub_options, load_base_model, load_config, trunk_of
+from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
@@ -97,16 +98,12 @@ class Critic(Role):
         Critic.__init__(critic, model, head, lora_rank, **options)
         return critic
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *, value_head: Any = None, **options: Any) -> Any:
-        """As `Role.from_pretrained`; from the folder of a reward model it is `from_reward_model`."""
-        from chatgpt.nn.reward_model import RewardModel, is_scorer
-
-        code = {'trust_remote_code': options.get('trust_remote_code', False)}
-        if value_head is None and is_scorer(folder, load_config(folder, **code, **hub_options(options))):
-            own = {name: options.pop(name) for name in cls.build_options if name in options}
-            return cls.from_reward_model(RewardModel.from_pretrained(folder, **options), **own)
-        return super().from_pretrained(folder, value_head=value_head, **options)
+    def _write(self, folder: str | Path, *given: Any) -> None:
+        super()._write(folder, *given)
+        path = Path(folder, 'config.json')
+        stored = json.loads(path.read_text())
+        if stored.pop('score_bias', None) is not None:  # folded into the head
+            path.write_text(json.dumps(stored, indent=2, sort_keys=True) + '\n')
 
     @classmethod
     def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:

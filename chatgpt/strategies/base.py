@@ -508,12 +508,6 @@ class Strategy(OnRanks):
         if not isinstance(item, nn.Module):
             return item
         if id(item) not in self._prepared:
-            trained = {id(p) for pair in self._pairs.values() for p in pair.parameters() if p.requires_grad}
-            if any(id(self._narrow.exact(p)) in trained for p in item.parameters()):
-                raise ValueError(
-                    'prepare: a model without an optimizer is frozen, and this one shares weights with a trained one; '
-                    'make it with deepcopy before'
-                )
             item.requires_grad_(False)
             self.sums.check_model(item)
             self._keep_narrow(item)

@@ -39,11 +39,6 @@ PPO_RULES = [
         lambda s: _loss(s).clip == 'none' and (s.dual_clip is not None or s.eps_clip_high is not None),
         'policy_loss={s.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out',
     ),
-    *changed(
-        ('eps_clip',),
-        lambda s: _loss(s).clip == 'none',
-        '{name}={value} clips a ratio, and policy_loss={s.policy_loss!r} has none: leave it out',
-    ),
     Rule(
         lambda s: _loss(s).clip == 'upper' and s.dual_clip is not None,
         'policy_loss={s.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out',

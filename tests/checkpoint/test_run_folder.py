@@ -16,6 +16,7 @@ from limits import until
 from chatgpt.strategies.checkpoint import (
     CheckpointError,
     CheckpointReader,
+    Piece,
     claim_folder,
     latest,
     list_checkpoints,
@@ -89,6 +90,20 @@ def test_recover(tmp_path):
     assert steps(tmp_path) == [3, 4]
     assert CheckpointReader(step_folder(tmp_path, 4)).read('x', 0, 1).item() == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ['.hidden.txt', 'step-00000003', 'step-00000004']
+
+
+def test_a_write_puts_an_old_folder_back_before_it_begins(tmp_path):
+    """A process was killed between the two renames, and nothing recovered the folder since."""
+    folder = write(tmp_path, 3)
+    os.rename(folder, backup_of(folder))
+    short = Piece('x', (3,), 0, 3, torch.zeros(2))
+    with pytest.raises(CheckpointError, match='the earlier checkpoint there is untouched'):
+        write_checkpoint(folder, {'': iter([short])})
+    assert CheckpointReader(folder).read('x', 0, 1).item() == 3
+    os.rename(folder, backup_of(folder))
+    write_checkpoint(folder, {'': pieces_of({'x': torch.tensor([4.0])})})
+    assert CheckpointReader(folder).read('x', 0, 1).item() == 4
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
 
 
 def test_two_runs_cannot_write_one_folder(tmp_path):

@@ -338,6 +338,12 @@ CASES |= {
         step=8,
         base=EPISODES,
     ),
+    'length-limit, of all episodes': Case(
+        environment(end_tokens_share=after(6, 1.0, 0.1)),
+        environment(end_tokens_share=after(6, 0.4, 0.1)),
+        step=8,
+        base=EPISODES,
+    ),
     'length-drifts, of turns': Case(
         {'rollout/response_len_mean': after(6, 40.0, 20.0), 'environment/observation_share': after(6, 0.4, 0.7)},
         # Half as many turns of the same length, as with a better policy.

@@ -11,7 +11,18 @@ from torch import nn
 
 from chatgpt import nn as chatgpt_nn
 from chatgpt.batching import collate
-from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
+from chatgpt.nn import (
+    GPTRM,
+    Actor,
+    AutoActor,
+    AutoCritic,
+    AutoRM,
+    GPTActor,
+    GPTCritic,
+    LlamaActor,
+    OPTActor,
+    load_tokenizer,
+)
 from chatgpt.nn.loading import load_config
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
 
@@ -87,6 +98,15 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
         OPTActor(config=tiny_config('bloom'))
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())
+
+
+@pytest.mark.parametrize(('base', 'right'), [(GPTActor, 'Actor'), (GPTCritic, 'Critic'), (GPTRM, 'RM')])
+def test_a_subclass_of_a_family_names_the_class_that_takes_any(base, right):
+    class Mine(base):
+        pass
+
+    with pytest.raises(ValueError, match=f"Mine takes .* 'gpt2', but the config is .* 'bloom'; use Auto{right}, which"):
+        Mine(config=tiny_config('bloom'))
 
 
 @pytest.mark.parametrize(

@@ -125,12 +125,14 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         ({'peft_type': 'IA3'}, 'only LORA'),
         ({'rank_pattern': {'c_fc': 4}}, 'rank_pattern'),
         ({'modules_to_save': ['lm_head']}, 'modules_to_save'),
+        ({'init_lora_weights': 'pissa'}, "init_lora_weights='pissa' changes the base too"),
+        ({'init_lora_weights': 'olora'}, "init_lora_weights='olora' changes the base too"),
         ({'r': None}, 'positive integer'),
     ):
         config_of(folder, **written | change)
         with pytest.raises(ValueError, match=message):
             import_peft(base, folder)
-        config_of(folder, **written | {'rank_pattern': {}, 'modules_to_save': None})
+        config_of(folder, **written | {'rank_pattern': {}, 'modules_to_save': None, 'init_lora_weights': 'gaussian'})
     with pytest.raises(ValueError, match='does not have'):
         import_peft(tiny_causal_lm('llama', hidden=16), folder)
     with pytest.raises(ValueError, match='scaling 3'):
@@ -145,6 +147,17 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match='holds no tensor for .*lora_B'):
             import_peft(model, folder)
     assert not has_lora(base)
+
+
+def test_an_adapter_that_would_leave_a_trained_weight_out_is_not_written(tmp_path: Path) -> None:
+    model = adapted(tiny_causal_lm('gpt2', hidden=16))
+    model.transformer.ln_f.bias.requires_grad_(True)
+    for write in (lambda: check_export(model), lambda: export_peft(model, tmp_path / 'adapter')):
+        with pytest.raises(ValueError, match='export_peft: transformer.ln_f.bias is trained beside the adapters, and'):
+            write()
+    assert not (tmp_path / 'adapter').exists()
+    model.transformer.ln_f.bias.requires_grad_(False)
+    export_peft(model, tmp_path / 'adapter')
 
 
 def adapter_folder(tmp_path: Path, family: str, **kw: Any) -> tuple[Path, nn.Module, nn.Module]:

@@ -29,7 +29,9 @@ from chatgpt.nn import (
     reward_head,
 )
 from chatgpt.nn.heads import CategoricalHead, centred_head, in_fp32, load_head, save_head
+from chatgpt.nn.loading import load_config
 from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.reward_model import is_scorer
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
 LENGTHS = ((1, 1), (3, 2), (2, 7))
@@ -367,3 +369,15 @@ def test_a_critic_from_a_reward_model_values_the_end_at_its_score():
     with torch.no_grad():
         critic.value_head.weight.zero_()
     assert float(reward_model.value_head.weight.detach().abs().sum()) > 0, 'the two share their head'
+
+
+def test_the_folder_of_a_critic_that_started_from_a_reward_model_is_that_of_a_critic(tmp_path):
+    """Its head has the shift of the scores, which must not be subtracted again."""
+    scorer = RewardModel(tiny_causal_lm('gpt2'), mlp_head(32))
+    scorer.calibrate(0.75)
+    scorer.save_pretrained(tmp_path / 'scorer')
+    critic = Critic.from_reward_model(RewardModel.from_pretrained(tmp_path / 'scorer')).eval()
+    critic.save_pretrained(tmp_path / 'critic')
+    assert [is_scorer(f, load_config(f)) for f in (tmp_path / 'scorer', tmp_path / 'critic')] == [True, False]
+    batch = collate(sequences([(3, 4)]))
+    assert torch.equal(Critic.from_pretrained(tmp_path / 'critic').eval()(batch), critic(batch))

@@ -15,6 +15,7 @@ from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.computed import on_disk
 from chatgpt.nn.heads import critic_head
 from chatgpt.nn.lora import LoRANF4Linear, lora_layers, merged_state_dict
+from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.testing import tiny_causal_lm
@@ -66,6 +67,14 @@ def test_roles_compute_what_separate_models_compute(family):
     torch.testing.assert_close(reference, Actor(model)(batch()).logprobs, rtol=0, atol=0)
 
 
+def test_a_reward_model_does_not_take_an_adapter_without_a_head(tmp_path):
+    trunk = SharedTrunk(tiny_causal_lm('gpt2'))
+    export_peft(adapted(trunk.critic(4), 1), tmp_path)
+    with pytest.raises(ValueError, match=f'{tmp_path}: an adapter without value_head.safetensors, which the scores'):
+        trunk.reward_model(adapter=tmp_path)
+    assert trunk.reward_model(adapter=tmp_path, value_head=critic_head(32)).value_head is not None
+
+
 def test_an_unknown_quantization_is_refused_before_loading():
     with pytest.raises(ValueError, match="quantize='int8'; give 'nf4' or None"):
         SharedTrunk.from_pretrained('nowhere', quantize='int8')
@@ -96,6 +105,19 @@ def test_nf4_is_near_and_trains_through():
     assert 0 < (out - dense).abs().max() < 0.5
     out.sum().backward()
     assert all(layer.lora_B.grad.abs().sum() > 0 for layer in lora_layers(actor).values())
+
+
+def test_a_weight_of_4_bits_with_its_adapter_folded_in_is_in_fp32():
+    pytest.importorskip('bitsandbytes')
+    actor = adapted(SharedTrunk(tiny_causal_lm('gpt2', hidden=64), quantize='nf4', dtype=torch.bfloat16).actor(4), 1)
+    for layer in lora_layers(actor).values():
+        dense, folded = layer.base.dense(), layer.folded_weight()
+        assert dense.dtype is torch.bfloat16 and folded.dtype is torch.float32
+        product = sum(torch.outer(a, b) for a, b in zip(layer.lora_A, layer.lora_B.T, strict=True))
+        want = dense.float() + layer.scaling * product  # Conv1D keeps W as (in, out)
+        torch.testing.assert_close(folded, want, rtol=0, atol=1e-6)
+        assert not torch.allclose(folded, want.bfloat16().float(), rtol=0, atol=1e-6)
+        assert not torch.allclose(folded, dense.float() - layer.scaling * product, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize('role', ['actor', 'reward_model'])

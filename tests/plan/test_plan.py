@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Model, MixtralConfig, OPTConfig
+from transformers import AutoModel, DebertaV2Config, GPT2Model, Mamba2Config, MambaConfig, MixtralConfig, OPTConfig
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
 from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
+from chatgpt.plan.setup import read_config
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -255,6 +256,15 @@ def test_models_that_may_drop_layers_are_planned_with_all_of_them():
     assert plans[0].phases == plans[1].phases
 
 
+@pytest.mark.parametrize(('kind', 'task'), [('actor', 'ppo'), ('critic', 'ppo'), ('actor', 'sft')])
+def test_dropout_takes_memory_only_where_it_is_on(kind, task):
+    plain, dropping = (
+        models.learning_bytes(kind, config, Setup(config=config, task=task, **CPU), 4, growing=4.0)
+        for config in (tiny_config('gpt2', positions=64, resid_pdrop=p) for p in (0.0, 0.1))
+    )
+    assert (dropping > plain) == (task == 'sft') and dropping >= plain
+
+
 @pytest.mark.parametrize('kind', ['actor', 'reward'])
 @pytest.mark.parametrize('growing', [0.0, 4.0])
 @pytest.mark.parametrize('vocab_size', [40, 6000])
@@ -337,6 +347,64 @@ def test_experts_are_planned(precision):
     assert make_plan(Setup(config=config, **CPU | {'precision': precision})).peak > 0
 
 
+STATES = {'vocab_size': 64, 'hidden_size': 32, 'state_size': 4, 'num_hidden_layers': 2}
+ENCODER = {'vocab_size': 64, 'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2}
+
+
+def test_a_model_with_running_states_is_planned_where_it_does_not_generate():
+    config = MambaConfig(**STATES)
+    setup = Setup(config=config, task='sft', **CPU)
+    learn = make_plan(setup).phases['learn'].device
+    number = models.measure(models.build('actor', config, setup)).total
+    assert learn['actor gradients'] == 4 * number and learn['activations'] > 0
+    with pytest.raises(ValueError, match='no plan of generation with a mamba: its layers keep a running') as error:
+        make_plan(replace(setup, task='ppo'))
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('task', ['reward_model', 'ppo'])
+def test_an_encoder_that_scores_is_planned(task):
+    encoder = DebertaV2Config(**ENCODER, intermediate_size=32)
+    given = {'config': encoder} if task == 'reward_model' else {'config': CONFIG, 'reward_config': encoder}
+    plan = make_plan(Setup(**given, task=task, **CPU))
+    phase = plan.phases['learn' if task == 'reward_model' else 'score'].device
+    with torch.device('meta'):
+        number = sum(p.numel() for p in RewardModel(AutoModel.from_config(encoder)).parameters())
+    assert phase['reward model weights'] == 4 * number and phase['activations'] > 0
+
+
+def test_a_config_of_transformers_with_an_infinite_number_is_read(tmp_path):
+    config = Mamba2Config(**STATES, num_heads=4, head_dim=16, n_groups=1)
+    config.to_json_file(tmp_path / 'config.json')
+    assert '"__float__": "Infinity"' in (tmp_path / 'config.json').read_text()
+    assert list(read_config(tmp_path / 'config.json').time_step_limit) == [0.0, float('inf')]
+
+
+@pytest.mark.parametrize('shared_trunk', [False, True])
+def test_adapters_of_the_named_layers_are_counted_by_hand(shared_trunk):
+    """GPT-2's c_attn maps 32 numbers to 96, in three blocks."""
+    setup = Setup(config=CONFIG, lora_rank=2, lora_target_modules=['c_attn'], shared_trunk=shared_trunk, **CPU)
+    for kind, head in (('actor', 0), ('critic', 32 + 1)):
+        named, every = (
+            models.measure(models.build(kind, CONFIG, given)).trained
+            for given in (setup, replace(setup, lora_target_modules=None))
+        )
+        assert named == 3 * 2 * (32 + 96) + head
+        assert every == 3 * 2 * (32 + 96 + 32 + 32 + 2 * (32 + 128)) + head
+
+
+def test_processes_on_other_machines_do_not_count_for_this_ones_memory():
+    setup = Setup(config=CONFIG, task='sft', strategy='ddp', num_processes=4, processes_per_machine=2, **CPU)
+    plan = make_plan(setup)
+    enough = plan.host_peak + 2 * plan.peak
+    for changed, limit in (
+        ({'host_memory': enough}, None),
+        ({'host_memory': enough - 1}, 'host memory'),
+        ({'host_memory': enough, 'processes_per_machine': 4}, 'host memory'),
+    ):
+        assert replace(plan, setup=replace(setup, **changed)).limit == limit
+
+
 def test_a_plan_moves_no_generator():
     """One process of a run makes the plan, and must continue with the same random numbers."""
     states = [torch.get_rng_state(), random.getstate()]
@@ -359,6 +427,15 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
         assert not make_plan(changed).fits
     assert text in explain_out_of_memory(setup, MemoryError())
     assert 'larger device' in explain_out_of_memory(replace(setup, memory=1000), MemoryError())
+
+
+def test_states_in_8_bits_are_given_up_with_whole_weights():
+    given = {'task': 'sft', 'train_batch_size': 2, 'gradient_checkpointing': True, 'on_cuda': True, 'margin': 0.0}
+    setup = Setup(config=CONFIG, strategy='ddp', num_processes=2, optimizer='adamw8bit', **given)
+    sharded = make_plan(replace(setup, strategy='fsdp', optimizer='adamw'))
+    assert sharded.peak < make_plan(setup).peak
+    text, plan = cheapest_change(replace(setup, memory=sharded.peak))
+    assert (text, plan.setup.optimizer, plan.peak) == ('strategy=fsdp', 'adamw', sharded.peak)
 
 
 def test_amounts_of_memory():

@@ -273,6 +273,30 @@ def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
     assert 'library_name: chatgpt-rlhf' in Path('critic', CARD).read_text()
 
 
+def test_a_classifier_of_two_labels(tmp_path, monkeypatch, capsys):
+    """Its score is the difference of its logits, less the bias of the scores."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from chatgpt.nn import RewardModel
+    from chatgpt.strategies import NaiveStrategy
+    from chatgpt.trainer.saving import save_pretrained
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    sizes = {'vocab_size': 259, 'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    config = BertConfig(**sizes, intermediate_size=16, initializer_range=0.5, num_labels=2)
+    classifier = BertForSequenceClassification(config).eval()
+    model = RewardModel(classifier)
+    with torch.no_grad():
+        model.score_bias.fill_(0.5)
+    save_pretrained(NaiveStrategy(), model, tmp_path / 'rm', tokenizer=byte_tokenizer())
+    names, printed = run_code(Path('rm'), capsys)
+    with torch.no_grad():
+        first, second = classifier(**names['inputs']).logits[0].tolist()
+    assert float(printed) == pytest.approx(second - first - 0.5, abs=1e-5)
+    assert abs(first) > 0.01
+
+
 def test_adapters_alone(tmp_path, monkeypatch, capsys):
     from chatgpt.trainer.saving import save_adapter
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,11 @@ from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.conformance import BF16, FP32, all_checks, run_conformance
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.nlpo import NLPOPolicy
 from chatgpt.types import Sequence
+
+IDS = torch.arange(3, 9)
+ANSWER = [Sequence(prompt_ids=IDS[:2], response_ids=IDS, response_mask=torch.ones(6, dtype=torch.bool))]
 
 
 def conform(folder: str, precision: str, cpu_offload: bool) -> dict[str, str]:
@@ -55,8 +60,7 @@ def block_forwards() -> dict[bool, tuple[int, float]]:
         return original(self, *args)
 
     GPT2MLP.forward = counted  # type: ignore[method-assign]
-    ids = torch.arange(3, 9)
-    batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids, response_mask=torch.ones(6, dtype=torch.bool))])
+    batch = collate(ANSWER)
     results = {}
     try:
         for recompute in (False, True):
@@ -114,6 +118,61 @@ def test_a_model_that_cannot_recompute_is_refused_and_generating_moves_no_adapte
     ((stands, replaced, packable),) = run_distributed(before_within_after, 1, init_group=True)
     assert stands
     assert replaced == packable > 4  # layers with folded adapters decode like plain ones
+
+
+# ---------------------------------------------------------------- the outermost part, which a forward leaves gathered
+
+
+def prepared(strategy: FSDPStrategy) -> tuple[Any, Any]:
+    actor = Actor(tiny_causal_lm('gpt2'))
+    return strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
+
+
+@torch.no_grad()
+def score(strategy: FSDPStrategy, model: nn.Module) -> None:
+    with strategy.autocast():
+        model(collate(ANSWER))
+
+
+def copied_and_failed() -> tuple[bool, bool, bool]:
+    """Returns True if a copy in fp32 has the weights of the shards, True if they are wider than bf16, and what
+    `fails_together` says."""
+    with FSDPStrategy(device='cpu', precision='bf16') as strategy:
+        actor, _ = prepared(strategy)
+        want = {n: t.clone() for n, t in strategy.full_state_dict(actor).items()}
+        score(strategy, actor)
+        with strategy.full_model(actor, torch.float32) as full:
+            found = {n: t.clone() for n, t in full.state_dict().items()}
+        equal = found.keys() == want.keys() and all(torch.equal(found[n], want[n]) for n in want)
+        outermost = found['model.transformer.wte.weight']
+        wide = not torch.equal(outermost, outermost.bfloat16().float())
+        score(strategy, actor)
+        return equal, wide, strategy.fails_together('here')
+
+
+def test_a_copy_after_a_forward_without_gradients_has_the_weights_of_the_shards():
+    assert run_distributed(copied_and_failed, 1, init_group=True) == [(True, True, True)]
+
+
+def mask_after_a_phase() -> list[str]:
+    """Returns names of the weights that NLPO's mask model does not take over after both models have scored."""
+    with FSDPStrategy(device='cpu', precision='fp32') as strategy:
+        (actor, optimizer), mask = prepared(strategy), strategy.prepare(Actor(tiny_causal_lm('gpt2')))
+        config = SimpleNamespace(nlpo_top_p=0.9, nlpo_update_interval=1)
+        policy = NLPOPolicy(strategy, actor, config, 1.0, mask, None)
+        with strategy.accumulate(actor, last=True):
+            strategy.backward(actor(collate(ANSWER)).logprobs.sum(), actor, optimizer)
+        strategy.optimizer_step(optimizer)
+        score(strategy, actor)
+        score(strategy, mask)
+        policy.end_phase(1)
+        strategy.unwrap(mask).reshard()
+        want, found = strategy.full_state_dict(actor), strategy.full_state_dict(mask)
+        return [n for n in want if not torch.equal(want[n], found[n])]
+
+
+def test_the_mask_model_of_nlpo_takes_over_the_outermost_weights_too():
+    assert run_distributed(mask_after_a_phase, 1, init_group=True) == [[]]
 
 
 # ---------------------------------------------------------------- shards in host memory, with NCCL simulated

@@ -113,6 +113,14 @@ def test_a_strategy_that_places_weights_itself_refuses():
     run_distributed(refusal, 1)
 
 
+def test_a_trained_model_is_refused():
+    strategy, model = NaiveStrategy(), torch.nn.Linear(2, 2)
+    strategy.prepare((model, AdamW(model.parameters())))
+    with pytest.raises(ValueError, match='offload: this model is trained, and only frozen weights can wait'):
+        strategy.offload(model)
+    strategy.offload(strategy.prepare(deepcopy(model)))
+
+
 @pytest.mark.gpu
 def test_on_cuda_the_memory_is_free_while_idle():
     strategy = NaiveStrategy()

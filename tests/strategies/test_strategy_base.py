@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections import namedtuple
 
 import pytest
@@ -14,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, merged_state_dict
-from chatgpt.strategies import NaiveStrategy, Strategy
-from chatgpt.strategies.checkpoint import CheckpointError, CheckpointMismatch, DictReader
+from chatgpt.strategies import FSDPStrategy, NaiveStrategy, Strategy
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointMismatch, DictReader, write_checkpoint
 from chatgpt.strategies.precision import LossScaler
 from chatgpt.testing.tiny import TinyPolicy
 
@@ -71,6 +72,19 @@ def test_what_cannot_be_prepared(strategy):
     strategy.prepare((one, optimizer))
     with pytest.raises(ValueError, match='already paired with another model'):
         strategy.prepare((two, optimizer))
+
+
+@pytest.mark.parametrize(
+    ('kind', 'given', 'message'),
+    [
+        (FSDPStrategy, {'cpu_ofload': True}, "FSDPStrategy has no option 'cpu_ofload'; did you mean cpu_offload?"),
+        (NaiveStrategy, {'precison': 'fp32'}, "NaiveStrategy has no option 'precison'; did you mean precision?"),
+        (NaiveStrategy, {'determinstic': True}, "NaiveStrategy has no option 'determinstic'; did you mean determin"),
+    ],
+)
+def test_an_unknown_option_names_the_strategy_and_the_nearest_one(kind, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**given)
 
 
 def test_seed_and_precision():
@@ -143,6 +157,21 @@ def test_fp16_skips_and_recovers_and_its_scale_is_saved(tmp_path):
         assert strategy._pair(again_optimizer).scaler.scale == scale
 
 
+def test_two_optimizers_on_parts_of_one_model_change_them_in_turn(strategy):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+    lower, upper = (torch.optim.SGD(part.parameters(), lr=0.25) for part in model)
+    strategy.prepare((model, lower), (model, upper))
+    loss = model(torch.ones(1, 2)).sum()
+    strategy.backward(loss, model, lower)
+    # 1 + 1 at each of two units, each of which counts once
+    assert strategy.optimizer_step(lower) == 2.0 and strategy.optimizer_step(upper) == pytest.approx(8**0.5)
+    assert model[0].weight.tolist() == [[0.75, 0.75]] * 2 and model[1].weight.tolist() == [[0.5, 0.5]]
+    assert strategy.optimizer_step(lower) == strategy.optimizer_step(upper) == 0.0
+
+
 # --- full weights
 
 
@@ -206,6 +235,16 @@ def test_model_files_are_plain(strategy, tmp_path):
     strategy.load_model(other, tmp_path / 'model.safetensors')
     assert torch.equal(other.head.weight, model.embed.weight)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['model.safetensors', 'new']  # no temporary files
+
+
+def test_a_tensor_without_elements_is_not_missing_in_a_folder(strategy, tmp_path):
+    model, other = (nn.Linear(2, 2) for _ in 'ab')
+    for module in (model, other):
+        module.register_buffer('nothing', torch.zeros(0, 3))
+    write_checkpoint(tmp_path / 'model', {'': strategy.model_pieces(model)}, meta={'kind': 'model'})
+    assert not torch.equal(other.weight, model.weight)
+    strategy.load_model(other, tmp_path / 'model')
+    assert torch.equal(other.weight, model.weight) and other.nothing.shape == (0, 3)
 
 
 def test_damaged_files_are_refused_by_name(strategy, tmp_path):

@@ -35,7 +35,6 @@ BROKEN: list[dict[str, Any]] = [
     {'tis_floor': 0.5},
     {'tis_cap': 2.0, 'tis_floor': 2.0},
     *({'policy_loss': loss, 'dual_clip': 3.0} for loss in ('reinforce', 'cispo')),
-    {'policy_loss': 'reinforce', 'eps_clip': 0.3},
     {'policy_loss': 'gspo', 'loss_aggregation': 'token'},
     {'kl_in': 'loss', 'kl_kind': 'full'},
     {'kl_target': 6.0, 'kl_coef': 0.0},
