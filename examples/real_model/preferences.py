@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument('--longest', type=int, default=192, help='maximum tokens of a conversation')
     parser.add_argument('--most', type=int, default=700, help='maximum number of pairs')
     names = ['sft', 'dpo', *METHODS]
-    parser.add_argument('--runs', nargs='+', choices=names, default=['dpo', 'ppo'], help='runs after the reward model')
+    parser.add_argument('--runs', nargs='*', choices=names, default=['dpo', 'ppo'], help='runs after the reward model')
     args = parser.parse_args()
     task = Task('preferences', args)
     task.rows.append({'run': 'as it is'})
