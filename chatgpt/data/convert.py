@@ -201,21 +201,29 @@ def _write(rows: list[dict[str, Any]], path: Path, suffix: str) -> None:
 
         names = dict.fromkeys(key for row in rows for key in row)  # pyarrow takes those of the first row
         filled = [dict.fromkeys(names) | row for row in rows]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), path)
+        try:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(filled), path)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f'parquet cannot hold these columns ({error}); write .jsonl') from error
         return
     with open(path, 'w', encoding='utf-8', newline='') as file:
         if suffix == '.json':
-            json.dump(rows, file, ensure_ascii=False, indent=2, default=str)
+            json.dump(rows, file, ensure_ascii=False, indent=2, default=_plain)
             file.write('\n')
         elif suffix == '.jsonl':
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + '\n' for row in rows)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=_plain) + '\n' for row in rows)
         else:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
             for row in rows:
                 nested = {
-                    key: json.dumps(v, ensure_ascii=False, default=str)
+                    key: json.dumps(v, ensure_ascii=False, default=_plain)
                     for key, v in row.items()
                     if isinstance(v, (list, dict))
                 }
                 writer.writerow(row | nested)
+
+
+def _plain(value: Any) -> Any:
+    """Returns what JSON has in place of a value that it has not: numbers and lists for numpy's, else the text."""
+    return value.tolist() if hasattr(value, 'tolist') else str(value)

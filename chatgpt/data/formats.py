@@ -401,7 +401,8 @@ def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...],
                 does = f'rewrites earlier turns when turn {i + 1} is added'
             raise BadRecord(
                 f"the tokenizer's chat template {does}, so answers cannot be told apart; set another "
-                'tokenizer.chat_template, which writes a conversation piece by piece'
+                'tokenizer.chat_template, which writes a conversation piece by piece, or load the data with '
+                'apply_chat_template=False'
             )
         pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
         done = after

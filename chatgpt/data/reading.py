@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -113,8 +114,8 @@ def read_records(
     source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name (or name:folder), a
         `datasets` object, or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. File names
         may end in `.gz`.
-    split, subset: part of a hub data set or `DatasetDict`. Of a folder, files whose names begin with the split are
-        read, or all if there are none. No effect on other sources.
+    split, subset: part of a hub data set or `DatasetDict`. Of a folder with files of this split, those whose names
+        begin with that of another one are left out. No effect on other sources.
     streaming: read a hub data set over the network instead of downloading it first.
     text_separator: separates records of a plain text file; blank lines by default, '\\n' makes each line a record, ''
         the whole file.
@@ -230,6 +231,9 @@ def _open_path(path: Path, bad: BadRecords, split: str, separator: str) -> tuple
     return str(path), _json(path, bad, split)
 
 
+_SPLIT = re.compile(r'(train|test|validation|valid|val|dev|eval)(?![a-z])', re.IGNORECASE)
+
+
 def _folder(path: Path, bad: BadRecords, split: str, separator: str) -> Iterator[Record]:
     if (path / 'dataset_dict.json').exists() or (path / 'state.json').exists():
         from datasets import load_from_disk
@@ -240,8 +244,13 @@ def _folder(path: Path, bad: BadRecords, split: str, separator: str) -> Iterator
     files = sorted(p for p in path.iterdir() if suffix_of(p) in SUFFIXES)
     if not files:
         raise ValueError(f'{path}: the folder holds no data file; known are {", ".join(SUFFIXES)}')
-    of_split = re.compile(rf'{re.escape(split)}(?![a-z])', re.IGNORECASE)
-    for file in [p for p in files if of_split.match(p.name)] or files:
+    of_split = {file: found[0].lower() for file in files if (found := _SPLIT.match(file.name))}
+    others = [file for file in files if of_split.get(file, split) != split]
+    if split in of_split.values() and others:
+        left_out = ', '.join(file.name for file in others)
+        warnings.warn(f'{path}: read are the files of the split {split!r}, and not {left_out}', stacklevel=2)
+        files = [file for file in files if file not in others]
+    for file in files:
         yield from _open_path(file, bad, split, separator)[1]
 
 

@@ -79,7 +79,8 @@ def shape_of(data: Mapping[str, Any]) -> str:
     has = {key for key, value in data.items() if value is not None}
     turns = _first(has, TURNS) is not None or _holds_turns(data.get('prompt'))
     if any(better in has and worse in has for better, worse in PAIRS):
-        return 'preference' if turns or has & {'instruction', *INPUT} or _first(has, PROMPT) else 'dialogues'
+        asked = turns or has & {'instruction', 'context'} or _first(has, PROMPT) or _input_is_asked(data)
+        return 'preference' if asked else 'dialogues'
     if has.issuperset(COMPARED) and ('instruction' in has or _first(has, PROMPT)):
         return 'compared'
     if _first(has, PROMPT) and _first(has, RANKED):
@@ -130,8 +131,17 @@ def _pair_of(data: Mapping[str, Any]) -> tuple[str, str]:
     return next(pair for pair in PAIRS if data.get(pair[0]) is not None and data.get(pair[1]) is not None)
 
 
+def _input_is_asked(data: Mapping[str, Any]) -> bool:
+    """Returns True if the column 'input' is the prompt of a pair: a text beside two that are no dialogues."""
+    asked, pair = data.get('input'), [data[name] for name in _pair_of(data)]
+    texts = all(isinstance(text, str) and _HH_ASSISTANT not in text and not _holds_turns(text) for text in pair)
+    return texts and isinstance(asked, str) and bool(asked.strip())
+
+
 def _preference(data: Mapping[str, Any], where: str) -> Example:
     prompt, used = prompt_of(data)
+    if isinstance(prompt, str) and isinstance(data.get('system'), str) and _HH_ASSISTANT not in prompt:
+        prompt, used = shorten(_with_system((Message(_USER, prompt),), data)), {*used, 'system'}
     better, worse = _pair_of(data)
     pair = (_answer(data[better], better), _answer(data[worse], worse))
     if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
@@ -323,8 +333,6 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         return _with_system(messages_of(data[key], key), data), {key, 'system'}
     text = _string(data[key], key)
     _not_blank(text, f'the {"prompt" if key in PROMPT else key}')
-    if data.get('system') and _HH_ASSISTANT not in text:
-        return _with_system((Message(_USER, text),), data), {key, 'system'}
     return text, {key}
 
 
@@ -345,9 +353,9 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             raise BadRecord(
                 f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed'
             )
-        left_out = [name for name in _UNREAD if _from_json(turn.get(name))] + ['weight 0'] * (turn.get('weight') == 0)
+        left_out = next((n for n in _UNREAD if (v := _from_json(turn.get(n))) and v == v), None)  # NaN is absent
         if left_out:
-            raise BadRecord(f'turn {i} of {column} has {left_out[0]}, which is not read; write it into the content')
+            raise BadRecord(f'turn {i} of {column} has {left_out}, which is not read; write it into the content')
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
         if not isinstance(role, str) or role.lower() not in _ROLES:
             raise BadRecord(f'turn {i} of {column} has the role {role!r}; known are {", ".join(_ROLES)}')
@@ -357,6 +365,8 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             content = ''.join(part['text'] for part in content)
         if not isinstance(content, str) or not content.strip():
             raise BadRecord(f'turn {i} of {column} has no text')
+        if turn.get('weight') == 0 and _ROLES[role.lower()] == _ASSISTANT:
+            raise BadRecord(f'turn {i} of {column} is an answer of weight 0, and all answers are learned')
         turns.append(Message(_ROLES[role.lower()], content))
     return tuple(turns)
 

@@ -216,9 +216,10 @@ def run_main(main: Callable[[], Any]) -> None:
     """Runs the main function of a script and prints errors and warnings of this package as one line on stderr. An int
     that it returns is the exit code.
 
-    A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function, or in
-    writing the trained model, ends with exit code 1: the same call may succeed, so a launcher tries it again. With
-    CHATGPT_TRACEBACK=1 in the environment every error is raised with its traceback.
+    A wrong argument ends with exit code 2, without a traceback. An error inside the user's reward function, in
+    environments, of lost rollout workers or in writing the trained model ends with exit code 1: the same call may
+    succeed, so a launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment every error is raised with its
+    traceback.
     """
     if hasattr(sys.stdout, 'reconfigure') and sys.stdout.errors == 'strict':
         sys.stdout.reconfigure(errors='backslashreplace')
@@ -240,7 +241,7 @@ def run_main(main: Callable[[], Any]) -> None:
             raise
         print_error(f'error: {_one_line(error)}')
         # by name: importing the classes would import torch
-        failed = ('RewardFunctionError', 'SaveError', 'WorkerDied', 'WorkerError', 'EnvironmentsHang', 'EpisodesFailed')
+        failed = ('RewardFunctionError', 'SaveError', 'WorkersLost', 'EnvironmentsHang', 'EpisodesFailed')
         again = type(error).__name__ in failed or str(error).startswith(tuple(f'rank 0: {name}: ' for name in failed))
         raise SystemExit(1 if again else 2) from None  # 2: the same call would fail again
     if isinstance(code, int) and code:

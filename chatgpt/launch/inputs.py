@@ -218,8 +218,9 @@ def check_parts(run: Run, config: Any, make: Any) -> None:
 def check_layers(run: Run, config: Any, make: Any) -> None:
     """Raises ValueError for adapters or unfrozen blocks that do not fit a model of this config. `make`: its class."""
     unfrozen = getattr(run, 'num_layers_unfrozen', -1)
-    if run.trust_remote_code or run.on_trunk or not (run.lora_rank or unfrozen > 0):
-        return
+    classifier = run.trained == 'reward_model' and any('ForSequenceCl' in name for name in config.architectures or ())
+    if classifier or run.trust_remote_code or run.on_trunk or not (run.lora_rank or unfrozen > 0):
+        return  # from its config alone a classifier is built without its own head
     own = {'num_layers_unfrozen': unfrozen} if unfrozen > 0 else {}
     with torch.device('meta'):
         make(config=copy.deepcopy(config), **run.lora_keywords(), **own)
@@ -268,12 +269,12 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         prompts = load_prompts(demo_world.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
         inputs.reward = inputs.reward or demo_world.true_reward
     adopt_turns(tokenizer, prompts)  # before the eval prompts can decide it
+    own_template = []
     if text_choice(tokenizer) and template_of(inputs.reward_tokenizer) not in (None, template_of(tokenizer)):
-        warnings.warn(
+        own_template = [
             f'{run.reward_model} has a chat template of its own, and scores texts in the template of the policy, which '
-            'it was not trained on: give a --reward_fn that renders conversations for it',
-            stacklevel=2,
-        )
+            'it was not trained on: give a --reward_fn that renders conversations for it'
+        ]
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer, context)
     named = {'prompt': inputs.train, 'eval prompt': inputs.validation}
@@ -302,6 +303,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.validation_file:
         read.append((run.validation_file, 'eval prompts', inputs.validation))
     inputs.notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    inputs.notes += own_template
     if any(data.has_turns for _, _, data in read):
         inputs.notes.append(_chat_format(tokenizer))
     inputs.generation = run.generation()

@@ -178,7 +178,7 @@ def beyond_keys_and_values(model: Any) -> str:
     kinds = {str(kind) for kind in getattr(text_config(model.config), 'layer_types', None) or ()}
     other = sorted(kinds.difference(('full_attention', 'sliding_attention', 'chunked_attention')))
     running = any(kind in ('linear_attention', 'conv') or 'hybrid' in kind for kind in other)
-    if running or getattr(model, '_is_stateful', False):
+    if running or (not kinds and getattr(model, '_is_stateful', False)):
         return 'its layers keep a running state, and not only keys and values of tokens'
     if other:
         return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'

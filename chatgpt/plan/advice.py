@@ -108,7 +108,7 @@ def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:
             plan = make_plan(changed)
         except StopIteration:
             return None
-        except ValueError:  # settings that exclude each other, or a model that does not support the change
+        except ValueError:  # the model does not support the change; the generator ends if settings exclude each other
             continue
         if plan.fits:
             return text, plan

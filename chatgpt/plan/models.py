@@ -64,7 +64,8 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
 
     if layers is not None:
         _set_layers(config, layers)
-    adapters = {'targets': setup.lora_target_modules}
+    # the blocks that are named may not be among the few of a trace
+    adapters = {'targets': setup.lora_target_modules if layers is None else None}
     with torch.device('meta'):
         auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
         model = auto.from_config(config, dtype=torch.float32)
@@ -72,7 +73,7 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
         if setup.gradient_checkpointing and learns:
             recompute_activations(model)
         if setup.shared_trunk:
-            return _role(kind, model, setup)
+            return _role(kind, model, setup, adapters)
         if kind == 'actor':
             unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
             if unfrozen is not None and layers is not None:
@@ -89,12 +90,11 @@ def _build(kind: str, config: Any, setup: Setup, layers: int | None) -> nn.Modul
         return Actor(model).requires_grad_(False)
 
 
-def _role(kind: str, model: Any, setup: Setup) -> nn.Module:
+def _role(kind: str, model: Any, setup: Setup, adapters: Any) -> nn.Module:
     """Builds a model on a shared trunk with its base in the compute dtype; `make_plan` accounts for 4 bits."""
     from chatgpt.nn.shared import SharedTrunk
 
     trunk = SharedTrunk(model, dtype=torch.float32 if setup.precision == 'fp32' else torch.bfloat16)
-    adapters = {'targets': setup.lora_target_modules}
     if kind in ('actor', 'initial'):
         return trunk.actor(setup.lora_rank, lora_options=adapters)
     if kind == 'critic':

@@ -140,10 +140,8 @@ def make_plan(setup: Setup) -> Plan:
     except (ValueError, MemoryError):
         raise
     except Exception as error:  # a model's own, where its layers read numbers that a plan does not compute
-        kind = getattr(read_config(setup.config), 'model_type', None)
-        raise ValueError(
-            f'no plan for a {kind}: {type(error).__name__}: {" ".join(str(error).split())[:200]}'
-        ) from error
+        reason = ' '.join(str(error).split())[:200]
+        raise ValueError(f'no plan for these models: {type(error).__name__}: {reason}') from error
     if setup.on_cuda or not setup.process:
         return plan
     return Plan(setup, {name: Memory({'process': setup.process}) + held for name, held in plan.phases.items()})

@@ -141,8 +141,9 @@ class RolloutEngine(ABC):
         observations."""
         raise NotImplementedError
 
-    def put_around(self, around: Any, told_by: Any = None) -> None:
-        """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes."""
+    def put_around(self, around: Any, identity: Any = None) -> None:
+        """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes. `identity`: what
+        differs if and only if the environment does; None: `around`."""
         raise NotImplementedError
 
     @property
@@ -325,8 +326,8 @@ class EngineAround(RolloutEngine):
     def converse(self, call: Call, turns: Turns) -> None:
         self.engine.converse(call, turns)
 
-    def put_around(self, around: Any, told_by: Any = None) -> None:
-        self.engine.put_around(around, told_by)
+    def put_around(self, around: Any, identity: Any = None) -> None:
+        self.engine.put_around(around, identity)
 
     def counts(self) -> dict[str, int]:
         return self.engine.counts()

@@ -97,7 +97,7 @@ class EpisodeEngine(EngineAround):
             around = partial(
                 EpisodeEngine, **given, tokenizer=sent, settings=replace(self.settings, apply_chat_template=chosen)
             )
-            engine.put_around(around, (given, tokenizer, settings))
+            engine.put_around(around, identity=(given, tokenizer, settings))
         ahead = self.is_remote and engine.abilities.answers_ahead
         self.abilities = replace(
             engine.abilities, answers_ahead=ahead, runs_actor=False, plays_turns=False, takes_environments=False

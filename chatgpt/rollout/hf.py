@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
@@ -229,13 +229,9 @@ class HFEngine(CheckedEngine):
         samples: dict[int, Sample] = {}
         lengths = [len(prompt.ids) for prompt in call.prompts]
         longest = max(lengths, default=0) + max(limits, default=0)
-        most = None if is_encoder_decoder(self._actor.model) else position_limit(self._actor.model.config)
+        pads, apart = self._pads_to(longest), _has_fewer_positions(self._actor.model, longest)
         # a batch generates as many tokens for each row as for the one with the highest limit
-        apart = most is not None and longest > most
-        keys = [
-            (0 if self._pads_to(longest) else length, apart * limit)
-            for length, limit in zip(lengths, limits, strict=True)
-        ]
+        keys = [(0 if pads else n, limit if apart else 0) for n, limit in zip(lengths, limits, strict=True)]
         for places in self._batches(keys):
             part = call.part(places)
             samples |= zip(places, self._batch(part, [limits[i] for i in places]), strict=True)
@@ -383,6 +379,15 @@ def _pad_token(model: Any, sampling: SamplingParams) -> int:
     own = getattr(model.config, 'pad_token_id', None) if is_encoder_decoder(model) else None
     pad = sampling.pad_token_id if own is None else own
     return pad if pad < text_config(model.config).vocab_size else 0  # it is masked, but embedded
+
+
+def _has_fewer_positions(model: Any, length: int) -> bool:
+    """Returns True if a table of a decoder's positions ends before this length; rotary positions go on."""
+    most = None if is_encoder_decoder(model) else position_limit(model.config)
+    if most is None or length <= most:
+        return False
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    return any(most <= table.num_embeddings <= most + 4 for table in tables)  # some begin with reserved rows
 
 
 def _response_length(

@@ -47,6 +47,10 @@ class WorkerDied(RuntimeError):
     """Raised when a worker ended before it answered, with the reason if it is known."""
 
 
+class WorkersLost(RuntimeError):
+    """Raised when a worker and those in its place died more than `max_restarts` times in a row."""
+
+
 class RolloutWorkers(Protocol):
     """`num_workers` `RolloutWorker`s, numbered from 0, that process their requests in order.
 
@@ -214,13 +218,13 @@ class RemoteEngine(CheckedEngine):
     def _check_options(self) -> None:
         LocalEngine(**self.engine_options)  # raises for invalid options
 
-    def put_around(self, around: Around, told_by: Any = None) -> None:
+    def put_around(self, around: Around, identity: Any = None) -> None:
         """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes, with
         environments that then run in the workers. Requests then contain whole prompts with columns, which are not
         checked here.
 
         Args:
-            told_by: what tells it from others, compared as it is sent; None: `around` itself.
+            identity: an object that is pickled to the same bytes for the same environment; None: `around`.
 
         Raises:
             ValueError: the workers have a different `around` or started without one, or it cannot be pickled.
@@ -228,7 +232,7 @@ class RemoteEngine(CheckedEngine):
         try:
             dumps = getattr(self.workers, 'dumps', pickle.dumps)
             dumps(around)
-            packed = dumps(around if told_by is None else told_by)
+            packed = dumps(around if identity is None else identity)
         except Exception as error:  # pickle methods may raise anything
             raise ValueError(
                 f'the environment cannot be sent to rollout workers ({type(error).__name__}: '
@@ -561,7 +565,7 @@ class RemoteEngine(CheckedEngine):
         )
         self._deaths[worker] += 1
         if self._deaths[worker] > self.max_restarts:
-            raise RuntimeError(
+            raise WorkersLost(
                 f'rollout worker {worker} died {self._deaths[worker]} times in a row {of}: {error}'
             ) from error
         num_prompts = sum(len(c.call.prompts) for c in lost)

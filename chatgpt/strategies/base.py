@@ -277,19 +277,14 @@ class Strategy(OnRanks):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """Clears what was accumulated since the last step in every parameter of the model but those of its other
-        optimizers."""
+        """Clears what was accumulated since the last step in every parameter of the model."""
         pair = self._pair(optimizer)
         pair.ran_backward = False
         if pair.tree is not None:
             pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
-        others = [p for p in self._pairs.values() if p is not pair and p.user_model is pair.user_model]
-        kept = {id(parameter) for other in others for parameter in other.parameters()}
         for parameter in pair.user_model.parameters():
-            exact = self._narrow.exact(parameter)
-            if id(exact) not in kept:
-                parameter.grad = exact.grad = None
+            parameter.grad = self._narrow.exact(parameter).grad = None
 
     # ------------------------------------------------------------------ weights and optimizer states in files
 

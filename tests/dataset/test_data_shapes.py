@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from chatgpt.data.examples import (
@@ -55,7 +57,7 @@ SCORES = {'score_chosen': 2, 'score_rejected': 0.5}
 ABC = {'prompt': 'p', 'responses': ['a', 'b', 'c']}
 TIED = {**ABC, 'ranks': [2, 1, 2]}
 FOUR = openai(U('a'), A('b'), U('c'), A('d'))
-NO_CALLS = {'tool_calls': None, 'function_call': None, 'reasoning_content': '', 'weight': 1}
+NO_CALLS = {'tool_calls': np.array([]), 'function_call': None, 'reasoning_content': math.nan, 'weight': 1}
 PAST = {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'}
 ASKED = (S('s'), U('q'))
 CASES = {
@@ -67,6 +69,8 @@ CASES = {
     'pair with a question and a system message': ({'system': 's', 'question': 'q', **PAIR}, ranks(ASKED, 'c', 'r')),
     'pair with an input and a system message': ({'system': 's', 'input': 'q', **PAIR}, ranks(ASKED, 'c', 'r')),
     'pair with an input': ({'input': 'q', **PAIR}, ranks('q', 'c', 'r')),
+    'hh with an input': ({'input': 'q', 'chosen': HH + ' a', 'rejected': HH + ' b'}, ranks(HH, ' a', ' b')),
+    'a column system that is no message': ({'system': 7, 'prompt': 'q', **PAIR}, ranks('q', 'c', 'r', system=7)),
     'stack exchange': ({'question': 'q', 'response_j': 'c', 'response_k': 'r'}, ranks('q', 'c', 'r')),
     'hh': ({'chosen': HH + ' see you', 'rejected': HH + ' so what'}, ranks(HH, ' see you', ' so what')),
     'plain texts compared': ({'chosen': 'good film', 'rejected': 'bad film'}, ranks('', 'good film', 'bad film')),
@@ -89,7 +93,10 @@ CASES = {
     'alpaca with history': (PAST, shows((S('s'), U('a'), A('b'), U('i')), 'o')),
     'messages': ({'messages': openai(S('s')) + FOUR}, shows((S('s'), U('a')), (A('b'), U('c'), A('d')))),
     'messages that ask': ({'messages': FOUR[:3]}, prompt((U('a'), A('b'), U('c')))),
-    'messages without calls': ({'messages': [*Q, {**openai(A('a'))[0], **NO_CALLS}]}, shows((U('q'),), 'a')),
+    'messages without calls': (
+        {'messages': [{**Q[0], 'weight': 0}, {**openai(A('a'))[0], **NO_CALLS}]},
+        shows((U('q'),), 'a'),
+    ),
     'sharegpt': ({'conversations': sharegpt(U('a'), A('b')), 'system': 's'}, shows((S('s'), U('a')), 'b')),
     'kto': ({'messages': FOUR, 'label': False}, judges((U('a'), A('b'), U('c')), 'd', False)),
     'kto in text': ({'prompt': 'p', 'completion': 'c', 'label': 'True'}, judges('p', 'c', True)),
@@ -157,17 +164,18 @@ def test_bad_records(data, reason):
 @pytest.mark.parametrize(
     ('part', 'name'),
     [
-        ({'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]}, 'tool_calls'),
-        ({'function_call': {'name': 'f', 'arguments': '{}'}}, 'function_call'),
-        ({'reasoning_content': 'because'}, 'reasoning_content'),
-        ({'weight': 0}, 'weight 0'),
+        ({'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}]}, 'has tool_calls'),
+        ({'tool_calls': np.array(['f'])}, 'has tool_calls'),
+        ({'function_call': {'name': 'f', 'arguments': '{}'}}, 'has function_call'),
+        ({'reasoning_content': 'because'}, 'has reasoning_content'),
+        ({'weight': 0}, 'is an answer of weight 0'),
     ],
 )
 def test_a_turn_with_a_part_that_is_not_read_is_a_bad_record(part, name):
     turns = [*Q, openai(A('a'))[0] | part]
-    with pytest.raises(BadRecord, match=f'^turn 2 of messages has {name}, which is not read'):
+    with pytest.raises(BadRecord, match=f'^turn 2 of messages {name}'):
         to_example({'messages': turns})
-    with pytest.raises(BadRecord, match=f'^turn 1 of chosen has {name}'):
+    with pytest.raises(BadRecord, match=f'^turn 1 of chosen {name}'):
         to_example({'prompt': 'q', 'chosen': turns[1:], 'rejected': openai(A('b'))})
 
 

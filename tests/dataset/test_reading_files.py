@@ -191,11 +191,13 @@ def test_parquet_gz_and_folder(tmp_path):
         read(write(tmp_path / 'bad.parquet', 'no'))
 
 
-def test_of_a_folder_with_files_of_splits_only_those_of_the_split_are_read(tmp_path):
+def test_of_a_folder_files_of_other_splits_are_left_out(tmp_path):
     for number, name in enumerate(('test.jsonl', 'train-00000.jsonl', 'Train-00001.jsonl', 'training.jsonl')):
         write(tmp_path / name, json.dumps({'a': number}) + '\n')
-    assert [r['a'] for r, _ in read(tmp_path)] == [2, 1], 'the split is train by default'
-    assert [r['a'] for r, _ in read(tmp_path, split='test')] == [0]
+    with pytest.warns(UserWarning, match="of the split 'train', and not test.jsonl"):
+        assert [r['a'] for r, _ in read(tmp_path)] == [2, 1, 3], 'the split is train by default'
+    with pytest.warns(UserWarning, match='and not Train-00001.jsonl, train-00000.jsonl'):
+        assert [r['a'] for r, _ in read(tmp_path, split='test')] == [0, 3]
     assert sorted(r['a'] for r, _ in read(tmp_path, split='validation')) == [0, 1, 2, 3], 'all, where none has its name'
 
 

@@ -47,8 +47,7 @@ def test_a_failed_save_may_be_tried_again_and_a_mistake_may_not(capsys):
 @pytest.mark.parametrize(
     'name',
     [
-        'chatgpt.rollout.remote:WorkerDied',
-        'chatgpt.environments.runner:WorkerError',
+        'chatgpt.rollout.remote:WorkersLost',
         'chatgpt.environments.runner:EnvironmentsHang',
         'chatgpt.trainer.selection:EpisodesFailed',
     ],

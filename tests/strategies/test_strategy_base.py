@@ -157,21 +157,6 @@ def test_fp16_skips_and_recovers_and_its_scale_is_saved(tmp_path):
         assert strategy._pair(again_optimizer).scaler.scale == scale
 
 
-def test_two_optimizers_on_parts_of_one_model_change_them_in_turn(strategy):
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(1.0)
-    lower, upper = (torch.optim.SGD(part.parameters(), lr=0.25) for part in model)
-    strategy.prepare((model, lower), (model, upper))
-    loss = model(torch.ones(1, 2)).sum()
-    strategy.backward(loss, model, lower)
-    # 1 + 1 at each of two units, each of which counts once
-    assert strategy.optimizer_step(lower) == 2.0 and strategy.optimizer_step(upper) == pytest.approx(8**0.5)
-    assert model[0].weight.tolist() == [[0.75, 0.75]] * 2 and model[1].weight.tolist() == [[0.5, 0.5]]
-    assert strategy.optimizer_step(lower) == strategy.optimizer_step(upper) == 0.0
-
-
 # --- full weights
 
 

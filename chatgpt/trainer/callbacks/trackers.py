@@ -161,7 +161,7 @@ class _ProjectTracker(Tracker):
         if rows:
             from chatgpt.trainer.callbacks.samples import shown_parts
 
-            shown = [shown_parts(row) for row in rows]
+            shown = [shown_parts(row) if 'parts' in row else row for row in rows]
             columns: list[Any] = list(dict.fromkeys(name for row in shown for name in row))
             data = [[row.get(c) for c in columns] for row in shown]
             logged['samples'] = self.package.Table(columns=columns, data=data)
