@@ -140,8 +140,9 @@ def _input_is_asked(data: Mapping[str, Any]) -> bool:
 
 def _preference(data: Mapping[str, Any], where: str) -> Example:
     prompt, used = prompt_of(data)
-    if isinstance(prompt, str) and isinstance(data.get('system'), str) and _HH_ASSISTANT not in prompt:
-        prompt, used = shorten(_with_system((Message(_USER, prompt),), data)), {*used, 'system'}
+    told = data.get('system')
+    if isinstance(prompt, str) and isinstance(told, str) and told.strip() and _HH_ASSISTANT not in prompt:
+        prompt, used = _with_system((Message(_USER, prompt),), data), {*used, 'system'}
     better, worse = _pair_of(data)
     pair = (_answer(data[better], better), _answer(data[worse], worse))
     if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
