@@ -323,7 +323,8 @@ from trlx.data.default_configs import TRLConfig, default_ppo_config
 
 draws = {LengthSampler(2, 5)() for _ in range(200)}
 config = TRLConfig.update(default_ppo_config(), {'train.batch_size': 3, 'method.gamma': 0.5})
-print(sorted(draws), config.train.batch_size, config.method.gamma, PPOConfig(ppo_epochs=7).ppo_epochs)
+found = sorted(draws), config.train.batch_size, config.method.gamma, PPOConfig(ppo_epochs=7).ppo_epochs
+print(' '.join(map(str, found)) + '\\n', end='')  # in one write: torchrun's processes have no buffer
 for thing in (trl.PPOTrainer, PPOTrainer, trlx.train, trlx.data.configs.TRLConfig, create_reference_model):
     assert thing.__module__.startswith('chatgpt_compat.'), thing.__module__
 """
