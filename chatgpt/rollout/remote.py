@@ -221,17 +221,14 @@ class RemoteEngine(CheckedEngine):
     def put_around(self, around: Around, identity: Any = None) -> None:
         """Makes each worker wrap its engine as `around(engine)`, for example in an engine of episodes, with
         environments that then run in the workers. Requests then contain whole prompts with columns, which are not
-        checked here.
-
-        Args:
-            identity: an object that is pickled to the same bytes for the same environment; None: `around`.
+        checked here. `identity` is pickled to the same bytes for the same environment; None: `around`.
 
         Raises:
             ValueError: the workers have a different `around` or started without one, or it cannot be pickled.
         """
         try:
             dumps = getattr(self.workers, 'dumps', pickle.dumps)
-            dumps(around)
+            dumps(around)  # raises for what cannot be sent
             packed = dumps(around if identity is None else identity)
         except Exception as error:  # pickle methods may raise anything
             raise ValueError(

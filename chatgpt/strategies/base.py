@@ -27,15 +27,7 @@ from chatgpt.strategies.checkpoint.files import save_object, save_tensors
 from chatgpt.strategies.checkpoint.layout import Piece, RenamedReader, TensorReader
 from chatgpt.strategies.memory import MemoryModel, of_numerics
 from chatgpt.strategies.pairs import Trained, check_items, check_max_norm, is_pair, open_saved, rebuilt
-from chatgpt.strategies.precision import (
-    Deterministic,
-    LossScaler,
-    Numerics,
-    Precision,
-    WideProducts,
-    check_options,
-    tf32,
-)
+from chatgpt.strategies.precision import Deterministic, LossScaler, Numerics, Precision, WideProducts, tf32
 from chatgpt.strategies.ranks import OnRanks, Ranks
 from chatgpt.strategies.sums import exact_norm, local_part
 
@@ -105,8 +97,8 @@ class Strategy(OnRanks):
                 )
             ranks = self
         self.ranks, self.seed = ranks, seed
-        check_options(type(self), numerics)
-        self.numerics = Numerics(precision=precision, **numerics).on(ranks.device, only_16_bits=self._only_16_bits)
+        given = Numerics.of(type(self), {'precision': precision, **numerics})
+        self.numerics = given.on(ranks.device, only_16_bits=self._only_16_bits)
         self.sums = self.numerics.sums(ranks, ranks_below=self._reduces_each_round)
         """how batches are split and numbers summed"""
         self._deterministic = Deterministic() if self.numerics.deterministic or self.sums.exact else None
@@ -117,13 +109,10 @@ class Strategy(OnRanks):
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # the same on every rank, so that models built from scratch are equal
-        self._prepared: dict[int, tuple[nn.Module, nn.Module]] = {}
-        """id of the user's and id of the prepared module -> (user's, prepared)"""
-        self._pairs: dict[int, Trained] = {}
-        """id of the user's and id of the prepared optimizer -> its pair"""
+        self._prepared: dict[int, tuple[nn.Module, nn.Module]] = {}  # (user's, prepared) by the id of either module
+        self._pairs: dict[int, Trained] = {}  # by the id of the user's and of the prepared optimizer
         self._keep: list[Any] = []  # keeps alive the objects with the ids above
-        self._offloaded_models: dict[int, AbstractContextManager[None]] = {}
-        """by id of the user's module"""
+        self._offloaded_models: dict[int, AbstractContextManager[None]] = {}  # by id of the user's module
         self._narrow = copies.NarrowWeights(self.numerics.dtype, self.autocast)
         self._kept_copy = copies.KeptCopy()
 

@@ -25,14 +25,6 @@ DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16,
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ('mm', 'addmm', 'bmm', 'baddbmm'))
 
 
-def check_options(strategy: type, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a keyword that no field of `Numerics` has, with the strategy's options that are similar."""
-    fields_given = {f.name for f in fields(Numerics) if f.init}
-    for name in options.keys() - fields_given:
-        known = {*inspect.signature(strategy).parameters, *fields_given} - {'numerics', 'options'}
-        raise ValueError(f'{strategy.__name__} has no option {name!r}{hint(name, sorted(known))}')
-
-
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """The settings of a strategy that change its numbers; every strategy takes them as keyword arguments.
@@ -56,6 +48,16 @@ class Numerics:
         for name, choices in (('precision', get_args(Precision)), ('reproducible', ('exact', None))):
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(map(repr, choices))}')
+
+    @classmethod
+    def of(cls, strategy: type, options: Mapping[str, Any]) -> Numerics:
+        """Returns the settings of these keywords. Raises ValueError for an unknown one, with similar options of the
+        strategy."""
+        own = {f.name for f in fields(cls) if f.init}
+        for name in options.keys() - own:
+            known = {*inspect.signature(strategy).parameters, *own} - {'numerics', 'options'}
+            raise ValueError(f'{strategy.__name__} has no option {name!r}{hint(name, sorted(known))}')
+        return cls(**options)
 
     def on(self, device: torch.device, *, only_16_bits: bool = False) -> Numerics:
         """Returns a copy in which 'auto' is resolved for this device."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.guard import FailureGuard, RankStatus
 from chatgpt.strategies.machine import default_device, grow_segments, keep_freed_memory
-from chatgpt.strategies.precision import Numerics, Precision, check_options
+from chatgpt.strategies.precision import Numerics, Precision
 from chatgpt.strategies.ranks import Ranks
 
 T = TypeVar('T')
@@ -275,8 +275,7 @@ class ProcessGroupStrategy(Strategy):
         timeout_s: float = 1800.0,
         **numerics: Any,
     ) -> None:
-        check_options(type(self), numerics)
-        Numerics(precision=precision, **numerics)  # raises for mistakes before joining the group
+        Numerics.of(type(self), {'precision': precision, **numerics})  # raises for mistakes before joining the group
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
         super().__init__(seed, precision, ranks=ranks, **numerics)
         if precision == 'auto' and self.device.type == 'cuda':  # all CPUs resolve it alike
