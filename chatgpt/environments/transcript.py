@@ -9,10 +9,19 @@ that never changes earlier text, which is tested on example conversations before
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any, Literal, Protocol
 
-from chatgpt.data.formats import apply_template, begin_ids, note_turns, template_of, text_choice, text_is_turn
+from chatgpt.data.formats import (
+    apply_template,
+    begin_ids,
+    copy_tokenizer,
+    note_turns,
+    template_of,
+    text_choice,
+    text_is_turn,
+)
 from chatgpt.data.tokenize import encode
 from chatgpt.environments.base import EnvironmentSettings, InvalidStep, Observation, joined
 from chatgpt.environments.calls import checked_calls, reader
@@ -276,10 +285,26 @@ def _uses_messages(environment: Any) -> bool:
     return bool(getattr(environment, 'tools', None) or getattr(environment, 'messages', False))
 
 
-def takes_turns(environment: Any, tokenizer: Any, settings: EnvironmentSettings) -> bool:
-    """Returns True if all observations of an environment are formatted by the chat template."""
-    chosen = settings.apply_chat_template
-    return _uses_messages(environment) or bool(text_choice(tokenizer) if chosen is None else chosen)
+def _choice(tokenizer: Any, settings: EnvironmentSettings) -> bool | None:
+    return text_choice(tokenizer) if settings.apply_chat_template is None else settings.apply_chat_template
+
+
+def transcript_for(environment: Any, tokenizer: Any, settings: EnvironmentSettings) -> TranscriptFormat:
+    """Returns the format of an environment's transcripts: `ChatTemplate` where all observations are turns, otherwise
+    `TextOrChat`."""
+    options = settings.chat_template_kwargs
+    if _uses_messages(environment) or _choice(tokenizer, settings):
+        note_turns(tokenizer)
+        return ChatTemplate(tokenizer, getattr(environment, 'tools', None) or None, options)
+    return TextOrChat(tokenizer, options, settings.apply_chat_template)
+
+
+def for_workers(tokenizer: Any, settings: EnvironmentSettings) -> tuple[Any, EnvironmentSettings]:
+    """Returns a tokenizer and settings with which another process chooses the same format: what is recorded of a
+    tokenizer is not pickled with it."""
+    sent = copy_tokenizer(tokenizer)
+    sent.chat_template = template_of(tokenizer)
+    return sent, replace(settings, apply_chat_template=_choice(tokenizer, settings))
 
 
 def choose_text_for(environment: Any, tokenizer: Any) -> None:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chatgpt.data.formats import copy_tokenizer, note_turns, template_of, text_choice
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
 from chatgpt.environments.base import InvalidStep, Observation, joined
 from chatgpt.environments.registry import described
-from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat, takes_turns
+from chatgpt.environments.transcript import ChatTemplate, TranscriptFormat, for_workers, transcript_for
 from chatgpt.nn.layouts import check_causal
 from chatgpt.rollout.call import Call
 from chatgpt.rollout.engine import EngineAround, RolloutEngine
@@ -51,7 +50,7 @@ class EpisodeEngine(EngineAround):
             observations.
         stop_strings: strings that end a turn, the same as in the call's sampling.
         transcript: converts observations to ids. By default `ChatTemplate` for an environment with tools or messages or
-            where the settings or the tokenizer's `text_choice` require it, otherwise `TextOrChat`.
+            where the settings or the tokenizer's choice for text require it, otherwise `TextOrChat`.
 
     Raises:
         ValueError: no tokenizer, an environment that cannot be created, observations that cannot be encoded, a chat
@@ -76,7 +75,7 @@ class EpisodeEngine(EngineAround):
         self.settings = settings or EnvironmentSettings()
         self.factory = find_environment(environment)
         self.stop_strings = stop_strings
-        self.transcript = transcript or self._transcript()
+        self.transcript = transcript or transcript_for(self.factory, tokenizer, self.settings)
         self.runner = Runner(self.factory, self.settings)
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
@@ -88,27 +87,14 @@ class EpisodeEngine(EngineAround):
         self.is_remote = engine.abilities.takes_environments
         """True if environments run in the engine's workers"""
         if self.is_remote:
-            # what is recorded of a tokenizer is not sent with it
-            sent = copy_tokenizer(tokenizer)
-            sent.chat_template = template_of(tokenizer)
-            chosen = self.settings.apply_chat_template
-            chosen = text_choice(tokenizer) if chosen is None else chosen
             given = {'environment': environment, 'stop_strings': stop_strings, 'transcript': transcript}
-            around = partial(
-                EpisodeEngine, **given, tokenizer=sent, settings=replace(self.settings, apply_chat_template=chosen)
-            )
+            sent, settled = for_workers(tokenizer, self.settings)
+            around = partial(EpisodeEngine, **given, tokenizer=sent, settings=settled)
             engine.put_around(around, identity=(given, tokenizer, settings))
         ahead = self.is_remote and engine.abilities.answers_ahead
         self.abilities = replace(
             engine.abilities, answers_ahead=ahead, runs_actor=False, plays_turns=False, takes_environments=False
         )
-
-    def _transcript(self) -> TranscriptFormat:
-        tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
-        if takes_turns(self.factory, self.tokenizer, self.settings):
-            note_turns(self.tokenizer)
-            return ChatTemplate(self.tokenizer, tools, options)
-        return TextOrChat(self.tokenizer, options, self.settings.apply_chat_template)
 
     def begin(self, actor: Actor) -> None:
         check_writes_turns(getattr(actor, 'config', None))
