@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -236,6 +237,14 @@ def prompt_ids(
         before, after, _ = frame(tokenizer)
         return [*([] if templated else before), *body, *after] if body else []
     return [*([] if templated else begin_ids(tokenizer) if begin is None else begin), *body]
+
+
+def digest_of(sequences: Iterable[Sequence]) -> str:
+    """Returns a hash of the ids of sequences, by which a resume detects changed data."""
+    digest = hashlib.sha256()
+    for s in sequences:
+        digest.update(s.prompt_ids.numpy().tobytes() + b'|' + s.response_ids.numpy().tobytes() + b'|')
+    return digest.hexdigest()[:16]
 
 
 def warn_of_bare_prompt(ids: Tensor, tokenizer: Any) -> None:

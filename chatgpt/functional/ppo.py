@@ -328,9 +328,10 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A KL coefficient that keeps the KL near a target.
 
-        value ← value · (1 + clip(kl / target − 1, −0.2, 0.2) · num_samples / horizon)
+        value ← value · max(1 + clip(kl / target − 1, −0.2, 0.2) · num_samples / horizon, 0.1)
 
-    Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2.
+    Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2, whose factor has no
+    lower bound: with more than 5 horizons of samples it would be negative.
 
     Args:
         target: mean KL per response, in nats.
@@ -348,7 +349,7 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, kl: float, num_samples: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_samples / self.horizon
+        self.value *= max(1.0 + error * num_samples / self.horizon, 0.1)
 
 
 # ------------------------------------------------------------------ statistics

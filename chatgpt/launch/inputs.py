@@ -62,6 +62,7 @@ from chatgpt.trainer.fits import check_router_loss
 from chatgpt.trainer.objectives.config import KTOConfig, PreferenceConfig, RewardModelConfig
 from chatgpt.trainer.objectives.kto import check_both_kinds
 from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.offline import check_patience
 from chatgpt.trainer.rules import LABELLED_RULES
 from chatgpt.trainer.settings import Settings
 
@@ -422,6 +423,8 @@ def read_sft(run: DataRun, inputs: Inputs) -> None:
         train[:] = pack(train, run.max_tokens)
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
+    if isinstance(run, SFTRun):
+        check_patience(run.early_stopping_patience, run.max_epochs)
     _set_data(inputs, train, validation)
 
 

@@ -76,6 +76,7 @@ def sweep(
         with strategy.autocast(scoring=True):
             given = forward(batch)
         yield positions, given
+        del given  # logits, which the next forward has of its own
 
 
 def read_back(results: SequenceOf[Tensor]) -> list[Tensor]:

@@ -94,6 +94,8 @@ class Trainer:
         self._resume_unreported = False
         self.saved_fingerprint: dict[str, Any] | None = None
         """settings and data of the checkpoint that was loaded"""
+        self.phase_score: float | None = None
+        """the score of the present phase's checkpoint, for keeping the best; higher is better"""
         self.left_out: dict[str, dict[str, int]] | None = None
         """by model, checksums of the weights that its checkpoints do not hold; None: they hold all. {} is set by a run
         that builds its models from names alone, as its resume does again"""
@@ -187,7 +189,7 @@ class Trainer:
 
         Args:
             path: folder to write; None means `run_dir/checkpoints/step-<phase>`.
-            score: stored with the checkpoint for keeping the best ones; higher is better.
+            score: stored with the checkpoint for keeping the best ones; higher is better. None: `phase_score`.
             background: return after a copy to host memory. A thread writes it, and `finish_saving`, or the next
                 checkpoint, completes it; until then it does not exist.
 
@@ -343,6 +345,7 @@ class Trainer:
         checkpointing.report_changes(self)
         self._report_resume(num_phases)
         with self.strategy.failure_guard(), self._claimed(), self._signals:
+            self.is_resuming = False  # not before the folder is locked, for `fit` may be called again
             try:
                 self.check_ranks('at the start')
                 self._note_clean()
@@ -401,7 +404,6 @@ class Trainer:
         """Sets the end of a `fit` of `count` optimizer steps, which begins or resumes now."""
         if not self.is_resuming:
             self.fit_updates = self.num_updates
-        self.is_resuming = False
         self.total_updates = self.fit_updates + count
 
     def set_learning_rates(self, names: SequenceOf[str] | None = None) -> dict[str, float]:
@@ -422,6 +424,7 @@ class Trainer:
     def end_phase(self, metrics: dict[str, float]) -> None:
         """Counts the phase and logs its metrics."""
         self.phase += 1
+        self.phase_score = None
         self.check_ranks('before the start')
         self._note_clean()
         self.callbacks.on_phase_end(self, self.phase, metrics)

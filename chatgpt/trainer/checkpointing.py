@@ -86,7 +86,7 @@ def begin_checkpoint(
     trainer: TrainerView, path: str | Path | None, *, steps: int, score: float | None = None, background: bool = False
 ) -> Saving:
     """See `Trainer.save_checkpoint`. `score` is for `prune(keep_best=...)`: higher is better."""
-    strategy = trainer.strategy
+    strategy, score = trainer.strategy, trainer.phase_score if score is None else score
     if path is None:
         if trainer.checkpoint_dir is None:
             raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir')
@@ -248,6 +248,7 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
                 f'{folder}: {group} is of a callback that this run does not have, {kind}; it is left out', stacklevel=3
             )
     trainer.load_state_dict(_with_tensors(state['trainer'], reader.sub('state/')))
+    trainer.phase_score = reader.meta.get('score')
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank)
     return folder, state['fingerprint']

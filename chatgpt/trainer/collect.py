@@ -242,6 +242,8 @@ class Collector:
         """
         coming = self.phases()
         if num_timesteps is None:
+            if not coming:
+                raise ValueError('collect() takes the next phase of `fit`, and there is none: give num_timesteps')
             num_timesteps, *coming = coming
         timesteps: list[list[Sample]] = []
         with self.draws.source([num_timesteps, *coming], version) as next_samples:

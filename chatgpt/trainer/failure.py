@@ -4,7 +4,8 @@ Weights change only inside optimizer steps. There are four cases:
 
 - No optimizer step since the last phase: the counters return to that phase. The checkpoint equals that of an
   undisturbed run, except for samples that were generated ahead.
-- Steps since then, offline training: the same, from the last finished step, which the counters identify.
+- Steps since then, offline training: the same, from the last finished step, which the counters identify. Where the
+  phase has a scored checkpoint, which may be the best, it is `checkpoints/cut-short`.
 - Steps since then, within a phase of collected experience: the counters return to that phase, the weights stay, and the
   checkpoint is `checkpoints/cut-short`. A resume collects the phase again with these weights; `--resume auto` prefers
   the newest whole phase.
@@ -19,7 +20,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, step_folder
+from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, score_of, step_folder
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.run_control import RankMismatchError
@@ -61,24 +62,24 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
         trainer.finish_saving()
     exact = trainer.put_back()
     path = trainer.standing_checkpoint()
+    of_phase = step_folder(root, trainer.phase)
+    is_taken = path is None and trainer.strategy.run_on_rank0(lambda: score_of(of_phase) is not None)
     if path is None:
-        path = trainer.save_checkpoint(step_folder(root, trainer.phase) if exact else root / CUT_SHORT)
+        path = trainer.save_checkpoint(of_phase if exact and not is_taken else root / CUT_SHORT)
     if not trainer.strategy.is_rank_0:
         return ''  # rank 0 prints it
     if isinstance(error, FloatingPointError):  # from the policy, so a resume would fail in the same way
         earlier = [folder for folder in list_checkpoints(root) if folder != path]
         instead = f'{earlier[-1]}' if earlier else 'the beginning, for there is no earlier checkpoint'
         return f'its policy does not give finite numbers any more: go on from {instead}, with a lower learning rate'
-    if exact:
+    if exact and not is_taken:
         return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_flags(path)}'
     whole = latest(root)
     rest = (
         f'; the last whole phase is in {whole}, which {resume_flags(whole)} takes' if whole not in (None, path) else ''
     )
-    return (
-        f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}, which collects '
-        f'it anew{rest}'
-    )
+    again = '' if exact else ', which collects it anew'
+    return f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}{again}{rest}'
 
 
 def resume_flags(path: Path) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
-from chatgpt.data.tokenize import warn_of_bare_prompt
+from chatgpt.data.tokenize import digest_of, warn_of_bare_prompt
 from chatgpt.nn.sweep import SWEEP_TOKENS, Communicator, sweep
 from chatgpt.nn.trunk import dropout_off, in_eval_mode
 from chatgpt.strategies.base import Strategy
@@ -51,6 +51,23 @@ def mean_over(
     for at, numbers in sweep(strategy, shown(cuts), lambda at: collate([sequences[i] for i in at]), forward):
         stats.add({'mean': Mean(numbers[: len(at)].sum(), float(len(at)))})
     return stats.reduced(strategy)['mean']
+
+
+def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
+    """Returns the data as a list. Raises ValueError for a record of another type."""
+    for i, record in enumerate(data):
+        if not isinstance(record, kind):
+            raise ValueError(f'record {i} is a {type(record).__name__} among {kind.__name__}s; train on one kind')
+    return list(data)
+
+
+def check_patience(patience: int | None, max_epochs: int) -> None:
+    """Raises ValueError if early stopping cannot end a run earlier: there is one measurement per epoch."""
+    if patience is not None and max_epochs < patience + 2:
+        raise ValueError(
+            f'early_stopping_patience={patience} saves nothing with max_epochs={max_epochs}, for it measures once per '
+            f'epoch: give at least max_epochs={patience + 2}'
+        )
 
 
 class Objective(ABC):
@@ -206,6 +223,7 @@ class OfflineTrainer(Trainer):
             check_dropout(strategy.unwrap(model))
         config.validate(strategy.world_size)
         train, for_eval = objective.accept(train_data or [], eval_data)
+        self._digest = digest_of(s for record in train for s in objective.sequences(record))
         if train_data is not None and not train:
             raise ValueError(f'{owner} got no training data')
         for given, what in ((train, 'train_data'), (for_eval or [], 'eval_data')):
@@ -223,6 +241,8 @@ class OfflineTrainer(Trainer):
         self.batches_done = 0
         self._last_batch = 0
         """number of train batches of the current `fit`"""
+        self._order: tuple[tuple[int, ...], SequenceOf[int]] | None = None
+        """the order of the present epoch, with what it is a function of"""
         self.epochs_before = 0
         """passes of earlier calls of `fit`: a later one uses other orders"""
 
@@ -235,7 +255,7 @@ class OfflineTrainer(Trainer):
         self.epochs_before = int(state['epochs_before'])
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.train_data)}
+        return super().fingerprint() | {'num_records': len(self.train_data), 'records': self._digest}
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -260,8 +280,6 @@ class OfflineTrainer(Trainer):
     def fit(self) -> None:
         """Runs `max_epochs` passes. After `load_checkpoint` it continues; a second call adds as many again."""
         c = self.config
-        for data in (self.train_data, self.eval_data or []):
-            self.objective.prepare(list(data))
         self.warn(uneven_steps(len(self.train_data), 'records', c.train_batch_size))
         per_epoch = -(-len(self.train_data) // c.train_batch_size)
         total = per_epoch * c.max_epochs
@@ -273,6 +291,8 @@ class OfflineTrainer(Trainer):
         self.expect_updates(total)
         self._last_batch = total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
+            for data in (self.train_data, self.eval_data or []):
+                self.objective.prepare(list(data))
             while self.batches_done < total and not self.stop_agreed():
                 # A phase that an exception interrupted is finished first.
                 rest = c.log_interval - self.batches_done % c.log_interval
@@ -316,7 +336,10 @@ class OfflineTrainer(Trainer):
                 if number == per_epoch - 1:
                     self.callbacks.on_learn_epoch_end(self, epoch)
         evaluated: dict[str, float] = {}
-        if self.eval_data and (self.batches_done % per_epoch < num_batches or self.batches_done == total):
+        # of the whole phase, a part of which may have run before a resume
+        begun = (self.batches_done - 1) // c.log_interval * c.log_interval
+        ends_epoch = self.batches_done // per_epoch > begun // per_epoch
+        if self.eval_data and (ends_epoch or self.batches_done == total):
             evaluated = {f'{prefix}/val_{k}': v for k, v in self.evaluate(self.eval_data).items()}
         learned = phase.result(prefix)
         derived = self.objective.derived({k.split('/', 1)[1]: v for k, v in learned.items()})
@@ -327,12 +350,13 @@ class OfflineTrainer(Trainer):
 
     def _records(self, epoch: int, number: int) -> list[Any]:
         size = self.config.train_batch_size
-        order = (
-            permutation(len(self.train_data), self.strategy.seed, self.epochs_before + epoch)
-            if self.config.shuffle
-            else list(range(len(self.train_data)))
-        )
-        return [self.train_data[i] for i in order[number * size : (number + 1) * size]]
+        batch = slice(number * size, (number + 1) * size)
+        if not self.config.shuffle:
+            return list(self.train_data[batch])
+        key = len(self.train_data), self.strategy.seed, self.epochs_before + epoch
+        if self._order is None or self._order[0] != key:
+            self._order = key, permutation(*key)
+        return [self.train_data[i] for i in self._order[1][batch]]
 
     def _work(self, records: list[Any]) -> Work:
         learner = Learner(self.objective.model_name, self.model, self.optim, self.objective.loss)

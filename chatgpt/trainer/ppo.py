@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.data.prompts import PromptSet, as_prompts, tasks_without_prompts
-from chatgpt.data.tokenize import warn_of_bare_prompt
+from chatgpt.data.tokenize import digest_of, warn_of_bare_prompt
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.nn.actor import PolicyOutput
 from chatgpt.nn.records import moved
@@ -135,6 +135,7 @@ class PPOTrainer(Stepwise):
         assert not isinstance(strategy, str)
         self.actor, self.critic, self.actor_optim, self.critic_optim = actor, critic, actor_optim, critic_optim
         self.pretrain_data = list(pretrain_data or ())
+        self._pretrain_digest = digest_of(self.pretrain_data) if pretrain_data else None
         parts = build(
             type(self).__name__,
             strategy,
@@ -193,7 +194,8 @@ class PPOTrainer(Stepwise):
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.scorer)}
+        facts = {'reward': described(self.scorer), 'pretrain_data': self._pretrain_digest}
+        return super().fingerprint() | self.collector.fingerprint() | facts
 
     def facts(self) -> dict[str, Any]:
         c = self.config
@@ -328,17 +330,16 @@ class PPOTrainer(Stepwise):
         metrics."""
         self.check_ranks('before learning')
         experiences, phase, counts = list(self.buffer), PhaseMetrics(), {'skipped_batches': 0, 'early_stopped': 0}
+        self.buffer.clear()  # nothing is learned twice where a caller goes on after an exception
         with self.clock.measure('learn'):
-            all_passes = self.passes(experiences)
-            for passes in all_passes:
-                self._run(passes, phase, counts)
+            num_learned = sum(self._run(passes, phase, counts) for passes in self.passes(experiences))
         learned = phase.result('ppo') | {f'ppo/{name}': float(count) for name, count in counts.items()}
-        return self._end(experiences, learned, sum(passes.num_tokens for passes in all_passes))
+        return self._end(experiences, learned, num_learned)
 
-    def _run(self, passes: Passes, phase: PhaseMetrics, counts: dict[str, int]) -> None:
+    def _run(self, passes: Passes, phase: PhaseMetrics, counts: dict[str, int]) -> int:
         """Runs some passes of a phase; adds to its metrics, and to its counts of skipped train batches and of passes
-        that `target_kl` ended early."""
-        c, strategy = self.config, self.strategy
+        that `target_kl` ended early. Returns the number of tokens that were learned from."""
+        c, strategy, num_tokens = self.config, self.strategy, 0
         for epoch in range(passes.epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
             for number, records in enumerate(self._train_batches(passes, epoch)):
@@ -358,6 +359,7 @@ class PPOTrainer(Stepwise):
                     pin_memory=c.dataloader_pin_memory,
                     steps=self.steps,
                 )
+                num_tokens += sum(r.num_tokens for r in records)
                 phase.add_batch(result.metrics, rates)
                 passes.count(result.stepped)
                 counts['skipped_batches'] += not result.stepped
@@ -368,6 +370,7 @@ class PPOTrainer(Stepwise):
             self.callbacks.on_learn_epoch_end(self, epoch)
             if counts['early_stopped'] and passes.guarded:
                 break
+        return num_tokens
 
     def _end(self, experiences: list[Experience], learned: dict[str, float], num_learned: int) -> dict[str, float]:
         """Ends a learning phase, with `num_learned` tokens of all passes; returns its metrics."""
@@ -383,7 +386,6 @@ class PPOTrainer(Stepwise):
         metrics |= self.course.metrics(self.phase)
         self.course.keep(experiences, self.phase + 1)
         self.policy.end_phase(self.phase + 1)
-        self.buffer.clear()
         metrics |= performance_metrics(experiences, self.clock.metrics(), num_learned)
         metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)

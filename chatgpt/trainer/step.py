@@ -81,11 +81,6 @@ class Passes:
     guarded: bool = True
     """a `RatioGuard` may refuse train batches"""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens learned from."""
-        return self.epochs * sum(r.num_tokens for r in self.records)
-
 
 @dataclass
 class Steps:

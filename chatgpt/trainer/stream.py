@@ -310,8 +310,10 @@ class Stream(Draws):
         while error is None:
             with self._changed:
                 requests = list(self.open)
-                if not requests:
-                    break
+                if not requests:  # within the lock, so that requests of `_begin` find no thread that is about to end
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
             try:
                 request = self._first(requests, POLL_S)
                 with self._changed:

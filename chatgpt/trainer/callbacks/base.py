@@ -61,6 +61,9 @@ class TrainerView(Protocol):
     def last_experiences(self) -> list[Experience]:
         """Those of the last phase, as in `on_make_experience_end`."""
 
+    phase_score: float | None
+    """the score of the present phase's checkpoint, for keeping the best; higher is better"""
+
     @property
     def resumed_from(self) -> Path | None: ...
     @property
@@ -300,14 +303,18 @@ def check_mode(mode: str) -> None:
 
 
 def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
-    """Returns the metric, or None for an `eval/` or `.../val_` one that this phase did not measure.
+    """Returns the metric, or None for one of evaluations or of docs/metrics.md that this phase did not measure.
 
     Raises:
-        ValueError: an unknown name; lists the nearest.
+        ValueError: an unknown name, or a metric of another method; lists the nearest.
     """
+    from chatgpt.monitor.report.page import meanings  # reads a file
+
     if name in metrics:
         return float(metrics[name])
-    if name.startswith('eval/') or '/val_' in name:
+    family = name.partition('/')[0] + '/'
+    of_this_run = name in meanings() and any(other.startswith(family) for other in metrics)
+    if of_this_run or family == 'eval/' or '/val_' in name:
         return None
     there = hint(name, metrics) or f'; there are {", ".join(sorted(metrics)[:8])}'
     raise ValueError(f'there is no metric {name!r} in this run{there}; see docs/metrics.md')

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import ClassVar
 
-from chatgpt.strategies.checkpoint import CheckpointError, prune, step_folder, step_of
+from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, prune, step_folder, step_of
 from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, metric_value
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 
@@ -73,7 +73,7 @@ class SaveCheckpoint(Callback):
         self._saved_phase = trainer.phase  # phase 0 has nothing to save, and a resumed phase is saved already
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
-        if path.parent != (self.path or trainer.checkpoint_dir):
+        if path.parent != (self.path or trainer.checkpoint_dir) or (step_of(path) is None and path.name != CUT_SHORT):
             return  # another's
         if step_of(path) in (None, trainer.phase):
             self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
@@ -84,11 +84,12 @@ class SaveCheckpoint(Callback):
         self._prune(trainer)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        self._score = self._signed(metric_value(metrics, self.metric)) if self.keep_best else None
+        if self.keep_best:
+            self._score = trainer.phase_score = self._signed(metric_value(metrics, self.metric))
         due = (self.interval is not None and step % self.interval == 0) or self._is_due(trainer)
         self._finish(trainer, wait=due)
         if due:
-            self._save(trainer, background=self.background)
+            self._save(trainer, background=self.background and step != trainer.num_phases)
 
     def _is_due(self, trainer: TrainerView) -> bool:
         """Returns True if the minutes have passed. Clocks differ, so rank 0 decides: a save is a collective."""
@@ -101,6 +102,7 @@ class SaveCheckpoint(Callback):
         try:
             trainer.finish_saving(wait=wait)
         except CheckpointError as error:
+            self._saved_phase = None
             if trainer.strategy.is_rank_0:
                 warnings.warn(f'an earlier checkpoint was not written, the run goes on: {error}', stacklevel=2)
 

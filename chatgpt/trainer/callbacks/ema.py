@@ -70,6 +70,10 @@ class EMA(Callback):
             self._pieces = {(p.name, p.start): _copied(p) for p in self._own(trainer)}
         self._num_updates = trainer.num_updates
 
+    def on_learn_batch_start(self, trainer: TrainerView) -> None:
+        if self._num_updates is None:  # `step` of a trainer, outside of `fit`
+            self.on_fit_start(trainer)
+
     @torch.no_grad()
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         if trainer.num_updates == self._num_updates:  # the step was skipped

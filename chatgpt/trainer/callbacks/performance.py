@@ -7,7 +7,8 @@ N_i, N_r parameters of actor, critic, initial and reward model:
 
     collect  Σ 2 N_a (P + A − 1)              KV cache: every token but the last goes through once
     score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only if log-probs are recomputed
-    learn    E Σ (2 + 2 + 2 (1 − frozen)) (N_a + N_c) (P + A), and + 2 (N_a + N_c) with gradient checkpointing
+    learn    E Σ (2 + 2 + 2 (1 − frozen)) (N_a + N_c) (P + A), and + 2 (N_a + N_c) with gradient checkpointing; a critic
+             with passes of its own has its own E
 
 The figures are a lower bound: they do not include attention scores (which grow with the length, not with N), the
 optimizer, padding, and a reward that is a function. Embedding tables take a lookup instead of 2N: count them only if
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -68,25 +69,29 @@ class PerformanceEvaluator(Callback):
         self.enable_grad_checkpoint = enable_grad_checkpoint
         self.ignore_phases = ignore_phases
         self.frozen_share = frozen_share
-        self._num_batches = 0
+        self._batches = {'policy_loss': 0, 'value_loss': 0}
         self._phases = 0
         self._flop = dict.fromkeys(PARTS, 0.0)
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._samples = 0
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
-        self._num_batches += 1
+        for loss in self._batches:
+            self._batches[loss] += loss in metrics
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        experiences, batches = trainer.last_experiences, self._num_batches
-        self._num_batches = 0
+        experiences, batches = trainer.last_experiences, self._batches
+        self._batches = dict.fromkeys(batches, 0)
         if not experiences:
             return
         settings = getattr(getattr(trainer, 'maker', None), 'settings', None)
         recomputes = bool(getattr(settings, 'recompute_logprobs', False))
-        flop = self.phase_flop(
-            experiences, passes=_passes(trainer, len(experiences), batches), recompute_logprobs=recomputes
-        )
+        config = trainer.config
+        size = getattr(config, 'train_batch_size', 0)
+        apart = getattr(config, 'critic_train_batch_size', None) or size
+        passes = _passes(config, len(experiences), batches['policy_loss'], size)
+        of_critic = _passes(config, len(experiences), batches['value_loss'], apart)
+        flop = self.phase_flop(experiences, passes=passes, critic_passes=of_critic, recompute_logprobs=recomputes)
         seconds = {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS}
         world = trainer.strategy.processes.world_size
         for part in PARTS:
@@ -104,19 +109,25 @@ class PerformanceEvaluator(Callback):
                 self._seconds[part] += seconds[part]
 
     def phase_flop(
-        self, experiences: SequenceOf[Experience], *, passes: float, recompute_logprobs: bool = False
+        self,
+        experiences: SequenceOf[Experience],
+        *,
+        passes: float,
+        critic_passes: float | None = None,
+        recompute_logprobs: bool = False,
     ) -> dict[str, float]:
         """Returns the FLOP of each part of a phase, all ranks together, by the formulas of this module."""
         tokens = sum(e.num_tokens for e in experiences)
         scoring = self.critic_num_params + self.initial_model_num_params + self.reward_model_num_params
         if recompute_logprobs:
             scoring += self.actor_num_params
-        learned = self.actor_num_params + self.critic_num_params
+        of_critic = passes if critic_passes is None else critic_passes
+        learned = passes * self.actor_num_params + of_critic * self.critic_num_params
         factor = 4 + 2 * (1 - self.frozen_share) + (2 if self.enable_grad_checkpoint else 0)
         return {
             'collect': 2.0 * self.actor_num_params * (tokens - len(experiences)),
             'score': 2.0 * scoring * tokens,
-            'learn': passes * factor * learned * tokens,
+            'learn': factor * learned * tokens,
         }
 
     def on_fit_end(self, trainer: TrainerView) -> None:
@@ -133,10 +144,8 @@ class PerformanceEvaluator(Callback):
         say(f'performance: {self._samples / total:.4g} samples/s, {whole:.4g} TFLOPS per device ({parts})')
 
 
-def _passes(trainer: TrainerView, collected: int, batches: int) -> float:
-    """Returns the mean number of passes over a collected sequence, from the train batches that were run."""
-    config = trainer.config
-    size = getattr(config, 'train_batch_size', None)
+def _passes(config: Any, collected: int, batches: int, size: int) -> float:
+    """Returns the mean number of passes over a collected sequence, from the train batches of `size` that were run."""
     if not size:
         return 0.0
     held = min(collected, getattr(config, 'buffer_limit', 0) or collected)

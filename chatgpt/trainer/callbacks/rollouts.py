@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chatgpt.functional.masking import segment_count
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.lines import json_safe
 from chatgpt.nn.records import fetched
@@ -66,7 +67,7 @@ class RolloutRecorder(Callback):
         self._folder: Path | None = None
         self._sizes: dict[int, int] = {}
         self._watches = False
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
         """(sample index or -1 (B,), entropy (N,)) of each micro-batch of this rank in the first learning epoch"""
 
     # ------------------------------------------------------------------ hooks
@@ -85,7 +86,8 @@ class RolloutRecorder(Callback):
         if self._watches and output.entropy is not None:
             # Nothing is copied to the host here: that would make the device wait in every micro-batch.
             index = torch.where(batch.sequence_mask, batch.columns['index'], -1)
-            self._seen.append((index, output.entropy.detach()))
+            lengths = segment_count(batch.action_rows, batch.num_sequences)
+            self._seen.append((index, lengths, output.entropy.detach()))
 
     def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         self._watches = False
@@ -199,18 +201,17 @@ def _episode_json(episode: Episode) -> dict[str, Any]:
 
 
 def _entropies(
-    trainer: TrainerView, seen: list[tuple[Tensor, Tensor]], chosen: list[Experience]
+    trainer: TrainerView, seen: list[tuple[Tensor, Tensor, Tensor]], chosen: list[Experience]
 ) -> dict[int, SequenceOf[float]]:
     """Returns the entropy per token, (A,), by sample index, of the chosen samples that were learned. A collective."""
     mine: dict[int, Any] = {}
     if seen:
         wanted = {e.index for e in chosen}
-        lengths = {e.index: e.num_actions for e in trainer.last_experiences}
-        numbers = torch.cat([index for index, _ in seen]).tolist()
-        values = torch.cat([entropy for _, entropy in seen]).float().cpu().numpy()
+        indices, lengths, entropies = map(torch.cat, zip(*seen, strict=True))
+        values = entropies.float().cpu().numpy()
         start = 0
-        for index in numbers:
-            stop = start + lengths.get(index, 1)  # a dummy has one token
+        for index, length in zip(indices.tolist(), lengths.tolist(), strict=True):
+            stop = start + length
             if index in wanted and index not in mine:
                 mine[index] = values[start:stop].copy()
             start = stop

@@ -73,10 +73,16 @@ class Tracker(Callback):
         if trainer.strategy.is_rank_0:
             self._run, self._run_id = self.start(trainer, self._run_id)
 
+    def _begun(self, trainer: TrainerView) -> bool:
+        """Returns True on the rank that logs; begins the run for `step` of a trainer, which has no `fit`."""
+        if self._run is None:
+            self.on_fit_start(trainer)
+        return self._run is not None
+
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         from chatgpt.trainer.callbacks.samples import rows_of
 
-        if self._run is None:
+        if not self._begun(trainer):
             return
         shown = self.num_rows and trainer.last_experiences and (step == 1 or step % self.samples_every == 0)
         self.log(metrics, rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer) if shown else [], step)
@@ -190,7 +196,7 @@ class WandB(_ProjectTracker):
     ) -> None:
         """Logs a table `game_log`, as in TRL, of every row and its reward."""
         columns = [c for c in columns_to_log if c in batch]
-        if self._run is None or not columns:
+        if not columns or not self._begun(trainer):
             return
         shown = {c: batch[c] for c in columns} | ({'reward': rewards} if rewards else {})
         rows = [list(row) for row in zip(*shown.values(), strict=True)]

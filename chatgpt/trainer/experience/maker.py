@@ -139,6 +139,7 @@ class ExperienceMaker:
                     found['kl'] = kl_full(policy.logits / s.temperature, compared.logits / s.temperature)
                 records = [experiences[i] for i in positions]
                 kept += [(name, records, flat) for name, flat in found.items() if records and flat is not None]
+                policy = compared = values = None  # frees logits before the next forward
         _write(kept)
         for e in experiences:
             if not reference.exists:

@@ -22,8 +22,7 @@ from chatgpt.trainer.callbacks import Evaluator
 from chatgpt.trainer.losses import ValueLoss
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import CriticConfig
-from chatgpt.trainer.objectives.reward_model import of_kind
-from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, of_kind
 from chatgpt.types import Batch, Sequence
 
 AT_ENDS = 1 << 40

@@ -47,10 +47,12 @@ def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
     """Returns all pairs of answers to a prompt that differ in rank (`TokenizedPreference.ranks`). Pairs share the
     `Sequence`s of answers."""
     pairs: list[Pair] = []
-    for record in records:
+    for i, record in enumerate(records):
         if isinstance(record, Pair):
             pairs.append(replace(record))  # `prepare` fills it in, for this reference
             continue
+        if not isinstance(record, TokenizedPreference):
+            raise ValueError(f'record {i} is a {type(record).__name__}, not a TokenizedPreference or a Pair')
         ranked = [
             (rank, answer) for rank, answer in zip(record.ranks(), record.sequences(), strict=True) if rank is not None
         ]

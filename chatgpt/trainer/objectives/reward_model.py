@@ -24,7 +24,7 @@ from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import RewardModelConfig
-from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, mean_over
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, check_patience, mean_over, of_kind
 from chatgpt.trainer.rules import LABELLED_RULES
 from chatgpt.trainer.schedule import permutation
 from chatgpt.types import Batch, Sequence
@@ -51,6 +51,7 @@ class _RewardObjective(Objective):
     ) -> tuple[list[Any], list[Any] | None]:
         if self.config.early_stopping_patience is not None and not eval_data:
             raise ValueError('early_stopping_patience needs eval_data to measure on')
+        check_patience(self.config.early_stopping_patience, self.config.max_epochs)
         train, for_eval = super().accept(train_data, eval_data)
         if train and not any(map(self.weight, train)):
             raise ValueError('RewardModelTrainer: no record has two answers that differ')
@@ -189,7 +190,7 @@ class RewardModelTrainer(OfflineTrainer):
     def fit(self) -> None:
         """Trains as the base does; then calibrates, if set."""
         super().fit()
-        if self.config.calibrate and self._signals.received is None:
+        if self.config.calibrate:
             self.calibrate()
 
     @torch.no_grad()
@@ -216,14 +217,6 @@ class RewardModelTrainer(OfflineTrainer):
             mean = mean_over(self.strategy, chosen, self.model, self.config.max_tokens_per_batch, shown)
         bare.calibrate(mean)
         return mean
-
-
-def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
-    """Returns the data as a list. Raises ValueError for a record of another type."""
-    for i, record in enumerate(data):
-        if not isinstance(record, kind):
-            raise ValueError(f'record {i} is a {type(record).__name__} among {kind.__name__}s; train on one kind')
-    return list(data)
 
 
 def is_success(label: bool | int | float | str, positive_label: str | None = None) -> bool:

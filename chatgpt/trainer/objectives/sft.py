@@ -17,7 +17,7 @@ from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import SFTConfig
-from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, of_kind
 from chatgpt.types import Batch, Sequence
 
 
@@ -27,7 +27,7 @@ class SFTObjective(Objective):
     prefix = 'sft'
 
     def records(self, data: SequenceOf[Any]) -> list[Sequence]:
-        return list(data)
+        return of_kind(data, Sequence)
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         total = masked_sum(next_token_loss(model(batch).logprobs), batch.action_mask)
