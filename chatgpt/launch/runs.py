@@ -295,7 +295,8 @@ class RolloutSettings(Settings):
     """text that ends a response; may be repeated"""
     engine: str = field(default='auto', metadata={'choices': ENGINES})
     """what generates responses: local, the engine of this library; hf, model.generate of transformers; vllm;
-    module:name is an `EngineEntry` of your own. auto: local, or hf for encoder-decoders"""
+    module:name is an `EngineEntry` of your own. auto: local, or hf for encoder-decoders and models with a running
+    state (Mamba)"""
     rollout_workers: int = 0
     """number of Ray workers per rank that generate (with engine vllm: for all ranks together); RAY_ADDRESS names a
     cluster. 0: the training processes generate"""

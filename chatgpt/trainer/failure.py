@@ -20,7 +20,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, score_of, step_folder
+from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, step_folder
+from chatgpt.strategies.checkpoint.folder import score_of
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.run_control import RankMismatchError

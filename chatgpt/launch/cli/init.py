@@ -50,7 +50,7 @@ def main() -> None:
     start = f'{command} {shlex.quote(args.method)} --config_file {name}.yaml'
     files = {f'{name}.yaml': config_text(args.method, own, start), **files}
     for file, text in files.items():
-        if (folder / file).exists() and not (file.endswith('.jsonl') and (folder / file).read_text() == text):
+        if (folder / file).exists() and (folder / file).read_text() != text:
             raise ValueError(f'{folder / file} is there already: give another folder with --to, or remove it')
     try:
         folder.mkdir(parents=True, exist_ok=True)
