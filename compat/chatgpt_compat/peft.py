@@ -10,12 +10,17 @@ import math
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from chatgpt.nn import add_lora, import_peft
+from chatgpt.nn import add_lora, export_peft, has_lora, import_peft
+from chatgpt.nn.lora import adapter_disabled, lora_layers, merged_state_dict
+from chatgpt.nn.peft_format import check_export
 
 HEADS = ('score', 'classifier')
 """heads of sequence classifiers, trained in full here, as PEFT does with `modules_to_save`"""
@@ -30,7 +35,8 @@ INFORMATIVE = (
 def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
     """Returns the transformers model with our adapters, changed in place: those of a PEFT model, or new ones by
     `peft_config`, a `LoraConfig` or a dict of its fields. `modules_to_save` may name the `heads`, which are trained in
-    full here. Raises ValueError for a PEFT model with a `peft_config`, and for a setting that is not supported.
+    full here. The model, and a given PEFT model, get the methods of `METHODS`. Raises ValueError for a PEFT model with a
+    `peft_config`, and for a setting that is not supported.
     """
     if hasattr(model, 'peft_config') and hasattr(model, 'get_base_model'):
         if peft_config is not None:
@@ -40,13 +46,65 @@ def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
         with tempfile.TemporaryDirectory(prefix='chatgpt-adapter-') as folder:
             model.save_pretrained(folder)
             _leave_heads_out(Path(folder), heads)
-            model = model.unload()
+            wrapper, model = model, model.unload()
             import_peft(model, folder)
-        return model
+        with_methods(wrapper, model)
     if peft_config is not None:
         lora = lora_arguments(peft_config, model, heads=heads)
         add_lora(model, lora['lora_rank'], lora['lora_train_bias'], lora['lora_options'])
+    return with_methods(model, model) if has_lora(model) else model
+
+
+def with_methods(owner: Any, model: Any) -> Any:
+    """Returns `owner` with the methods of a PEFT model, on our adapters in `model`. A deep copy has its own."""
+    for name, method in METHODS.items():
+        setattr(owner, name, partial(method, model))
+    return owner
+
+
+def _save(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Writes the adapter in PEFT's format; given weights, or what no adapter can hold (a trained head), as a whole
+    model."""
+    if state_dict is None and has_lora(model):
+        try:
+            check_export(model)
+        except ValueError:
+            state_dict = merged_state_dict(model)
+        else:
+            if is_main_process:
+                export_peft(model, save_directory)
+            return
+    type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+def _merge_and_unload(model: Any, *_: Any, **__: Any) -> Any:
+    """Returns the model with the adapters merged into plain layers, changed in place."""
+    for name, layer in lora_layers(model).items():
+        layer.merge()
+        plain: Any = Conv1D(layer.nf, layer.nx) if isinstance(layer, Conv1D) else None
+        if plain is None:
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device='meta')
+        plain.weight, plain.bias = layer.weight, layer.bias
+        parent, _, child = name.rpartition('.')
+        setattr(model.get_submodule(parent), child, plain)
     return model
+
+
+def _print_trainable(model: Any) -> None:
+    every = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    trained, total = sum(n for n, is_trained in every if is_trained), sum(n for n, _ in every)
+    print(f'trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}')
+
+
+METHODS: dict[str, Any] = {
+    'save_pretrained': _save,
+    'merge_and_unload': _merge_and_unload,
+    'print_trainable_parameters': _print_trainable,
+    'disable_adapter': adapter_disabled,
+}
+"""method of PEFT's models → a function of the transformers model with our adapters"""
 
 
 def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:

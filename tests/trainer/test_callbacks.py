@@ -263,3 +263,11 @@ def test_the_summary_leaves_out_the_first_phases(capsys):
     first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
     second.weight = first.weight
     assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4  # shared parameters count once
+
+
+def test_a_critic_with_passes_of_its_own_counts_apart():
+    records = [experience(i, [1], [1, 1, 1], 0.0) for i in range(4)]
+    evaluator = cb.PerformanceEvaluator(100, 30, 0, 0)
+    together = evaluator.phase_flop(records, passes=2.0)['learn']
+    assert evaluator.phase_flop(records, passes=2.0, critic_passes=2.0)['learn'] == together == 2 * 6 * 130 * 16
+    assert evaluator.phase_flop(records, passes=2.0, critic_passes=3.0)['learn'] == (2 * 100 + 3 * 30) * 6 * 16

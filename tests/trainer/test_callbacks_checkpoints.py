@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import FakeTrainer
+from ppo_on_ids import fit, make
 from tiny_runs import sft
 
 from chatgpt.launch.recipes import make_callbacks
@@ -20,6 +21,7 @@ from chatgpt.launch.runs import SFTRun
 from chatgpt.nn import GPTActor
 from chatgpt.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.strategies.checkpoint import CheckpointWriter, Piece, TensorReader, list_checkpoints
+from chatgpt.strategies.checkpoint.folder import score_of
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import SFTTrainer
@@ -267,3 +269,48 @@ def test_the_checkpoint_records_the_owners_and_a_run_without_one_names_it(tmp_pa
     text = 'statistics is of a callback that this run does not have, Keeper; it is left out'
     with pytest.warns(UserWarning, match=text):
         sft().load_checkpoint(path)
+
+
+def test_a_checkpoint_that_is_written_again_keeps_its_score(tmp_path):
+    """As after a signal while the next phase is collected, also in a resumed run."""
+    keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1)
+    trainer = fit(make(run_dir=tmp_path, callbacks=[keeper]), 2)
+    step = tmp_path / 'checkpoints' / 'step-00000002'
+    score = score_of(step)
+    assert score == trainer.log.phases[-1]['rollout/score_mean']
+    assert score_of(trainer.save_checkpoint()) == score
+    again = make(run_dir=tmp_path)
+    again.load_checkpoint('auto')
+    assert score_of(again.save_checkpoint()) == score
+
+
+def test_a_metric_of_another_phase_may_be_missing_and_one_of_another_method_is_an_error(tmp_path):
+    phases = [{'ppo/value_loss': 1.0}, {'ppo/value_loss': 1.0, 'ppo/approx_kl': 0.5}, {'ppo/value_loss': 1.0}]
+    keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='ppo/approx_kl')  # not in the critic's warm-up
+    FakeTrainer([keeper], tmp_path).fit(phases)
+    assert saved(tmp_path / 'checkpoints') == [2, 3]
+    with pytest.raises(ValueError, match="no metric 'sft/loss' in this run"):
+        FakeTrainer([cb.EarlyStopping('sft/loss', above=1.0)], tmp_path / 'b').fit(phases)
+
+
+def test_a_checkpoint_of_a_name_of_ones_own_is_not_taken_for_that_of_the_phase(tmp_path):
+    class Own(Callback):
+        def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            trainer.save_checkpoint(trainer.checkpoint_dir / 'mine')
+
+    fit(make(run_dir=tmp_path, callbacks=[cb.SaveCheckpoint(interval=5), Own()]), 2)
+    assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == ['mine', 'step-00000002']
+
+
+def test_a_background_write_that_fails_in_the_last_phase_is_made_up(tmp_path, monkeypatch):
+    own, calls = CheckpointWriter._work, []
+
+    def fails_second(self: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise OSError(28, 'No space left on device')
+        own(self)
+
+    monkeypatch.setattr(CheckpointWriter, '_work', fails_second)
+    fit(make(run_dir=tmp_path, callbacks=[cb.SaveCheckpoint(background=True)]), 3)
+    assert saved(tmp_path / 'checkpoints') == [1, 3]

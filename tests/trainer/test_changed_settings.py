@@ -14,7 +14,7 @@ import pytest
 import torch
 from ppo_on_ids import fit, make
 from stop_after import StopAfter
-from tiny_runs import PROMPTS, ppo, sft, vowels, weights
+from tiny_runs import PROMPTS, ppo, sequence, sft, vowels, weights
 
 from chatgpt.launch.config_file import parse_run, write_resolved
 from chatgpt.launch.runs import SFTRun
@@ -204,3 +204,16 @@ def test_each_rank_keeps_its_own_generators(tmp_path):
     (want0, got0), (want1, got1) = run_distributed(each_rank_its_own, 2, str(tmp_path / 'saved'))
     assert (got0, got1) == (want0, want1)
     assert all(a != b for a, b in zip(want0, want1, strict=True))
+
+
+def test_other_records_are_named_in_a_resume(tmp_path):
+    sft(run_dir=tmp_path, max_steps=4).fit()
+    same = sft(run_dir=tmp_path, max_steps=4)
+    same.load_checkpoint('auto')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        same.fit()
+    other = sft([sequence([3], [5, 2])] * 16, run_dir=tmp_path, max_steps=4)
+    other.load_checkpoint('auto')
+    with pytest.warns(UserWarning, match='changed settings: records'):
+        other.fit()

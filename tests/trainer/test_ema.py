@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import fit, ppo, sft, weights
+from tiny_runs import PROMPTS, fit, ppo, sft, weights
 from transformers import AutoModelForCausalLM
 
 from chatgpt.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
@@ -104,3 +104,16 @@ def test_under_every_strategy(tmp_path):
         ema = EMA(DECAY)
         assert sft(callbacks=[ema]).load_checkpoint(tmp_path / name)  # written by two ranks, read by one
         assert averages(ema).keys() == loop.average.keys()
+
+
+def test_phases_without_a_fit_are_averaged_too():
+    ema = EMA(DECAY)
+    trainer = ppo(callbacks=[ema])
+    trainer.set_prompts(PROMPTS)
+    before = {p.name: p.data.clone() for p in trainer.strategy.model_pieces(trainer.actor)}
+    trainer.collect(1)
+    trainer.learn()
+    now = {p.name: p.data for p in trainer.strategy.model_pieces(trainer.actor)}
+    assert trainer.num_updates == 1
+    for name, average in averages(ema).items():
+        assert torch.allclose(average, DECAY * before[name] + (1 - DECAY) * now[name], atol=1e-6)

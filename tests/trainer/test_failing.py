@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import ppo_on_ids
 import pytest
 import tiny_runs
 import torch
@@ -15,7 +16,8 @@ from ppo_on_ids import CountGood, fit, make
 from scripts_on_ranks import run_source
 from tiny_runs import weights
 
-from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader
+from chatgpt.strategies.checkpoint import CheckpointError, CheckpointReader, claim_folder
+from chatgpt.strategies.checkpoint.folder import score_of
 from chatgpt.trainer import NonFiniteError, checkpointing
 from chatgpt.trainer.callbacks import Callback, Evaluator, SaveCheckpoint
 from chatgpt.trainer.saving import SaveError
@@ -367,3 +369,56 @@ def test_a_reward_with_a_generator_of_its_own_repeats_its_draws(tmp_path):
     broken(run_dir=tmp_path / 'broken', reward=Lucky())
     again = fit(resumed('auto', run_dir=tmp_path / 'broken', reward=Lucky()), PHASES)
     assert torch.equal(weights(straight), weights(again))
+
+
+def test_the_best_checkpoint_is_not_replaced_by_a_later_state_of_its_phase(tmp_path, capsys):
+    """Offline, where a failed run is saved from its last step: phase 1 has a score, and may be the best."""
+
+    def sft(name: str, *callbacks: Callback) -> Any:
+        keeper = SaveCheckpoint(interval=1, keep_last=1, keep_best=1, metric='sft/loss', mode='min')
+        return tiny_runs.sft(callbacks=[keeper, *callbacks], run_dir=tmp_path / name, log_interval=3)
+
+    straight, broken, again = sft('straight'), sft('broken', RaiseAt(1, 2)), sft('broken')
+    straight.fit()
+    with pytest.raises(Broken):
+        broken.fit()
+    assert saved(tmp_path / 'broken') == ['cut-short', 'step-00000001']
+    cut, best = (tmp_path / 'broken' / 'checkpoints' / name for name in ('cut-short', 'step-00000001'))
+    assert score_of(best) == pytest.approx(-straight.log.phases[0]['sft/loss'])
+    text = capsys.readouterr().err
+    assert f'kept in {cut}: continue with --resume {cut}; the last whole phase is in {best}' in text
+    assert again.load_checkpoint(cut) and again.batches_done == 5
+    again.fit()
+    assert torch.equal(weights(straight), weights(again))
+
+
+def test_an_evaluation_is_not_lost_where_a_phase_failed_after_its_epoch_ended(tmp_path):
+    def sft(name: str, *callbacks: Callback) -> Any:
+        data = [tiny_runs.sequence([3 + i % 5], [4 + i % 7, 2]) for i in range(16)]
+        return tiny_runs.sft(data, data[:4], callbacks=callbacks, run_dir=tmp_path / name, log_interval=3)
+
+    straight, broken, again = sft('straight'), sft('broken', RaiseAt(1, 1, after=True)), sft('broken')
+    straight.fit()
+    with pytest.raises(Broken):
+        broken.fit()  # after batch 5; epochs have four, phases three
+    assert again.load_checkpoint('auto') and again.batches_done == 5
+    again.fit()
+    for name in ('sft/val_loss', 'sft/val_perplexity'):
+        assert again.log.phases[0][name] == straight.log.phases[1][name]
+
+
+def test_a_caller_who_goes_on_after_an_exception_does_not_learn_the_same_samples_again():
+    trainer = make(callbacks=[RaiseAt(0, 0)])
+    trainer.set_prompts(ppo_on_ids.prompts())
+    trainer.collect(1)
+    with pytest.raises(Broken):
+        trainer.learn()
+    assert len(trainer.buffer) == 0
+
+
+def test_a_fit_after_one_that_found_its_folder_locked_has_the_same_end(tmp_path):
+    fit(make(run_dir=tmp_path), 2)
+    again = resumed('auto', run_dir=tmp_path)
+    with claim_folder(tmp_path), pytest.raises(CheckpointError, match='is writing here'):
+        fit(again, PHASES)
+    assert fit(again, PHASES).phase == PHASES

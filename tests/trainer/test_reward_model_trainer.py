@@ -157,6 +157,7 @@ PAIRS = [preference([3], [5], [6])]
         (PAIRS, {'loss_fn': 'mse'}, "loss_fn='mse'"),
         (PAIRS, {'use_margins': True, 'loss_fn': 'log_exp'}, 'the log-exp form has no margin'),
         (PAIRS, {'early_stopping_patience': 2}, 'early_stopping_patience needs eval_data'),
+        (PAIRS, {'eval_data': PAIRS, 'early_stopping_patience': 2, 'max_epochs': 3}, 'give at least max_epochs=4'),
     ],
 )
 def test_mistakes(data, settings, sentence):

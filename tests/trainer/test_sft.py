@@ -86,3 +86,8 @@ def test_linear_schedule_decays_to_zero_and_warms_up():
 def test_refuses(settings, message):
     with pytest.raises(ValueError, match=message):
         sft(**settings)
+
+
+def test_data_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match='record 0 is a str among Sequences'):
+        sft(['a text'])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,12 @@ class PPOTrainer(OurPPOTrainer):
 
     - the arguments after the optimizers may be positional, in ColossalAI's order;
     - `tokenizer` may be a function of a list of prompts that returns input_ids and attention_mask;
-    - `prepare_inputs_fn` and `update_model_kwargs_fn` have no effect: the engine manages the cache.
+    - `prepare_inputs_fn` and `update_model_kwargs_fn` have no effect: the engine manages the cache;
+    - an episode that ends with a learning phase ends after learning.
     """
+
+    _ended: int | None = None
+    """the episode that ends with the current learning phase"""
 
     def __init__(
         self,
@@ -100,6 +105,25 @@ class PPOTrainer(OurPPOTrainer):
         if self.tokenize is not None and not isinstance(prompts, str):
             prompts = [self._ids(prompt) for prompt in prompts]
         super().set_prompts(prompts)
+
+    @contextmanager
+    def _timestep(self) -> Iterator[None]:
+        plan = self.collector.plan
+        at_end = self.timestep - plan.start + 1 in plan.ends
+        episode, begins, ends = plan.episode(self.timestep)
+        self._ended = episode if ends and at_end else None
+        if begins:
+            self.callbacks.on_episode_start(self, episode)
+        yield
+        if ends and not at_end:
+            self.callbacks.on_episode_end(self, episode)
+
+    def learn(self) -> dict[str, float]:
+        metrics = super().learn()
+        episode, self._ended = self._ended, None
+        if episode is not None:
+            self.callbacks.on_episode_end(self, episode)
+        return metrics
 
     def _ids(self, prompt: Any) -> torch.Tensor:
         assert self.tokenize is not None
@@ -240,13 +264,13 @@ HOOKS = {
     **dict.fromkeys(('on_learn_epoch_start', 'on_learn_epoch_end'), 1),
     'on_learn_batch_end': 2,
 }
-"""hook of ColossalAI's callbacks → its number of arguments"""
+"""hook of ColossalAI's callbacks → its number of arguments; in coati 0.3 `on_learn_batch_end` has one"""
 
 
 class Callback(ours.Callback):
     """Base class of callbacks. Hooks may have ColossalAI's arguments, or this library's, which begin with the trainer.
 
-    `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end(metrics, experience)` is the list of a
+    `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end([metrics,] experience)` is the list of a
     phase's `chatgpt.types.Experience` on this process.
     """
 
@@ -254,9 +278,10 @@ class Callback(ours.Callback):
         super().__init_subclass__(**kwargs)
         for name, count in HOOKS.items():
             if (hook := vars(cls).get(name)) is not None:
-                names = list(inspect.signature(hook).parameters)
-                if len(names) == 1 + count and names[1:2] != ['trainer']:
-                    setattr(cls, name, _without_trainer(hook, name))
+                names = list(inspect.signature(hook).parameters)[1:]
+                fits = len(names) == count or (name == 'on_learn_batch_end' and len(names) == 1)
+                if fits and names[:1] != ['trainer']:
+                    setattr(cls, name, _without_trainer(hook, name, len(names)))
 
 
 def _do_nothing(self: Callback, *arguments: Any) -> None:
@@ -267,11 +292,11 @@ for _name in HOOKS:
     setattr(Callback, _name, _do_nothing)
 
 
-def _without_trainer(hook: Any, name: str) -> Any:
+def _without_trainer(hook: Any, name: str, count: int) -> Any:
     @wraps(hook)
     def called(self: Callback, trainer: TrainerView, *arguments: Any) -> None:
         if name == 'on_learn_batch_end':
-            arguments = (*arguments, trainer.last_experiences)
+            arguments = (*arguments, trainer.last_experiences)[-count:]
         if name in ('on_learn_batch_end', 'on_make_experience_end'):
             arguments = (*arguments[:-1], [e for e in arguments[-1] if is_here(e)])
         hook(self, *arguments)

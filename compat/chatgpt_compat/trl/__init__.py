@@ -14,8 +14,12 @@ _MODELS = (
     'AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead PreTrainedModelWrapper create_reference_model'
 )
 
+__version__ = '0.11.4'
+"""the last version with names of both eras"""
+
 SERVED: dict[str, str] = {
     # of every version
+    '__version__': f'{_HERE}:__version__',
     **at('. trainer trainer.ppo_config', f'{_HERE}.config', 'PPOConfig'),
     **at('. trainer trainer.ppo_trainer', f'{_HERE}.config', 'PPOTrainer'),
     **at('. models', f'{_HERE}.models', _MODELS),

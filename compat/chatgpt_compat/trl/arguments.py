@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 import os
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -89,7 +91,7 @@ class TrainingArguments:
         ValueError: an unknown name; the message has the nearest ones.
     """
 
-    output_dir: str | None = None
+    output_dir: str | None = dataclasses.field(default=None, kw_only=False)
     overwrite_output_dir: bool = False
     run_name: str | None = None
     seed: int | None = None
@@ -218,6 +220,56 @@ class TrainingArguments:
         """Returns all arguments by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Returns all arguments as numbers and texts."""
+        return {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in self.to_dict().items()}
+
+    # what scripts read of the process
+
+    @property
+    def device(self) -> Any:
+        import torch
+
+        return torch.device(f'cuda:{_of_launcher("LOCAL_RANK", 0)}' if torch.cuda.is_available() else 'cpu')
+
+    @property
+    def n_gpu(self) -> int:
+        """The number of GPUs of this process."""
+        return int(self.device.type == 'cuda')
+
+    @property
+    def world_size(self) -> int:
+        return _of_launcher('WORLD_SIZE', 1)
+
+    @property
+    def process_index(self) -> int:
+        return _of_launcher('RANK', 0)
+
+    @property
+    def should_save(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def should_log(self) -> bool:
+        return _of_launcher('LOCAL_RANK', 0) == 0
+
+    def get_process_log_level(self) -> int:
+        from transformers.utils import logging
+
+        level = logging.get_log_levels_dict().get(self.log_level) if self.should_log else None
+        return logging.get_verbosity() if level is None else level
+
+    def main_process_first(self, local: bool = True, desc: str = 'work') -> AbstractContextManager[None]:
+        """Does nothing: processes are connected by the trainer, and files of `datasets` have locks."""
+        return nullcontext()
+
+
+def _of_launcher(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
 
 @dataclass(kw_only=True)
 class SamplingArguments(TrainingArguments):
@@ -235,7 +287,7 @@ class SamplingArguments(TrainingArguments):
     missing_eos_penalty: float | None = None
     cliprange: float = 0.2
     whiten_rewards: bool = False
-    world_size: int | None = None
+    world_size: int | None = None  # type: ignore[assignment]
     num_total_batches: int | None = None
     micro_batch_size: int | None = None
     local_batch_size: int | None = None

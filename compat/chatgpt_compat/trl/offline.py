@@ -9,9 +9,11 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+from torch import Tensor
 from transformers.trainer_utils import TrainOutput
 
 from chatgpt.data import load_preferences, note_model
@@ -50,7 +52,6 @@ REASONS = {
 class OfflineArguments(TrainingArguments):
     """Arguments that all three configs have."""
 
-    output_dir: str | None = field(default=None, kw_only=False)
     max_length: int | None = 1024
     model_init_kwargs: dict | str | None = None
     dataset_num_proc: int | None = None
@@ -186,6 +187,7 @@ class OfflineLaterTrainer(LaterTrainer):
         self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._losses: list[tuple[int, float]] = []
+        self.bridge.notify('on_init_end')
 
     def check_arguments(self, args: Any) -> None:
         """Raises ValueError for values that the method does not support; may set an argument from its synonym."""
@@ -265,7 +267,7 @@ class OfflineLaterTrainer(LaterTrainer):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(
+    def evaluate(  # type: ignore[override]
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
     ) -> dict[str, float]:
         """Returns and logs the metrics over a dataset or a dict of datasets, as `<prefix>_<name>`.
@@ -290,7 +292,22 @@ class OfflineLaterTrainer(LaterTrainer):
         result['epoch'] = self._epoch()
         self.log(result)
         self.bridge.notify('on_evaluate', metrics=result)
+        self._note_best(result)
         return result
+
+    def _note_best(self, metrics: Mapping[str, float]) -> None:
+        """Sets `state.best_metric`, which transformers' EarlyStoppingCallback compares the next evaluation with."""
+        name, state = self.args.metric_for_best_model or '', self.state
+        value = metrics.get(name if name.startswith('eval_') else f'eval_{name}')
+        sign = 1 if self.args.greater_is_better else -1
+        if value is not None and (state.best_metric is None or sign * value > sign * state.best_metric):
+            state.best_metric, state.best_global_step = value, state.global_step
+
+
+def is_real(row: Mapping[str, Any], ending: str = '') -> Tensor:
+    """Returns the mask (S,) bool of a tokenized row's `attention_mask<ending>`; without one every token is real."""
+    mask = row.get(f'attention_mask{ending}')
+    return torch.ones(len(row[f'input_ids{ending}'])).bool() if mask is None else torch.as_tensor(mask).bool()
 
 
 def with_older_arguments(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:

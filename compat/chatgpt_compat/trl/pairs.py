@@ -14,9 +14,9 @@ from torch import Tensor
 import chatgpt.trainer as ours
 from chatgpt.data import TokenizedPreference, load_preferences
 from chatgpt.nn import Actor, AutoRM, RewardModel, has_lora, is_encoder_decoder
-from chatgpt_compat.peft import HEADS, adapted
+from chatgpt_compat.peft import HEADS, adapted, with_methods
 from chatgpt_compat.trl.arguments import each, refused, warned
-from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer
+from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer, is_real
 from chatgpt_compat.trl.training import causal_lm, loading_options, max_length_of, trainable, warn_of_options
 
 LOSSES = ('sigmoid', 'hinge', 'robust')
@@ -101,8 +101,8 @@ def loss_of(args: Any) -> dict[str, Any]:
 
 
 def merged(model: Any) -> Any:
-    """Returns a PEFT model with its adapters merged; any other model unchanged."""
-    return model.merge_and_unload() if hasattr(model, 'peft_config') and hasattr(model, 'merge_and_unload') else model
+    """Returns a model with adapters with these merged; any other model unchanged."""
+    return model.merge_and_unload() if hasattr(model, 'merge_and_unload') else model
 
 
 class DPOTrainer(OfflineLaterTrainer):
@@ -212,17 +212,19 @@ class RewardTrainer(OfflineLaterTrainer):
             for module in scorer.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
-        self.model = model
+        self.model = with_methods(model, model) if has_lora(model) else model
         return scorer, {}
 
     def records(self, dataset: Any) -> list[Any]:
-        """Returns preferences; of rows that a script has tokenized, as those before 0.16 do, with its tokens."""
-        sides = ('input_ids_chosen', 'input_ids_rejected')
-        if not set(sides) <= set(dataset[0]):
+        """Returns preferences; of rows that a script has tokenized, as those before 0.16 do, with its tokens, without
+        padding."""
+        if not {'input_ids_chosen', 'input_ids_rejected'} <= set(dataset[0]):
             return super().records(dataset)
         found = []
         for row in dataset:
-            chosen, rejected = (torch.as_tensor(row[side]) for side in sides)
+            chosen, rejected = (
+                torch.as_tensor(row[f'input_ids_{side}'])[is_real(row, f'_{side}')] for side in ('chosen', 'rejected')
+            )
             scores = (float(row['margin']), 0.0) if 'margin' in row else None
             found.append(pair_of(chosen, rejected, scores))
         return found

@@ -429,6 +429,7 @@ class PPOTrainer(LaterTrainer):
         self._ratios: list[float] = []
         self._losses: list[float] = []
         self._started = time.perf_counter()
+        self.bridge.notify('on_init_end')
 
     def sizes_for(self, num_prompts: int) -> Sizes:
         """Returns the sizes of a run over a number of prompts."""
@@ -459,7 +460,7 @@ class PPOTrainer(LaterTrainer):
         return arguments.every(self.args.save_steps, 500, self.sizes.updates)
 
     @property
-    def model(self) -> Models:
+    def model(self) -> Models:  # type: ignore[override]
         """Policy and value model, as in TRL's wrapper."""
         return Models(self.policy_model, self.value_model)
 

@@ -14,7 +14,7 @@ from chatgpt.nn import Actor, is_encoder_decoder
 from chatgpt.types import Sequence
 from chatgpt_compat.peft import adapted
 from chatgpt_compat.trl.arguments import refused, warned
-from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer
+from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer, is_real
 from chatgpt_compat.trl.training import causal_lm, max_length_of
 
 OF_SFT = {
@@ -166,14 +166,15 @@ def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> I
 
 
 def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
-    """Returns the record of a tokenized row. Without a mask every token counts."""
-    ids = torch.as_tensor(row['input_ids'])[:limit]
+    """Returns the record of a tokenized row without its padding. Without a mask every token counts."""
+    real = is_real(row)
+    ids = torch.as_tensor(row['input_ids'])[real][:limit]
     mask = torch.ones(len(ids), dtype=torch.bool)
     if row.get('labels') is not None:
-        mask = torch.as_tensor(row['labels'])[:limit] != -100
+        mask = torch.as_tensor(row['labels'])[real][:limit] != -100
     for name in ('completion_mask', 'assistant_masks'):
         if row.get(name) is not None:
-            mask &= torch.as_tensor(row[name])[:limit].bool()
+            mask &= torch.as_tensor(row[name])[real][:limit].bool()
     return _counted(ids, mask)
 
 

@@ -54,17 +54,30 @@ def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry
         args.eval_strategy = args.evaluation_strategy
     if args.output_dir is None:
         args.output_dir = name
+    if args.load_best_model_at_end and args.metric_for_best_model is None:
+        args.metric_for_best_model = 'loss'
+    if args.metric_for_best_model is not None and args.greater_is_better is None:
+        args.greater_is_better = not args.metric_for_best_model.endswith('loss')
     return args
 
 
+_ALWAYS = ('learning_rate', 'logging_steps')
+"""arguments with other defaults in transformers than in TRL"""
+
+
 def from_transformers(args: Any, config_class: type) -> Any:
-    """Returns our config with the values of transformers' TrainingArguments that are not defaults."""
+    """Returns our config with the values of transformers' TrainingArguments that are not defaults, and with those whose
+    default differs from ours."""
     if not dataclasses.is_dataclass(args):
         raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
     known = {f.name for f in dataclasses.fields(config_class)}
     theirs: Any = args
     fresh = type(theirs)(output_dir=theirs.output_dir)
-    names = [f.name for f in dataclasses.fields(args) if f.init and getattr(args, f.name) != getattr(fresh, f.name)]
+    names = [
+        f.name
+        for f in dataclasses.fields(args)
+        if f.init and (f.name in _ALWAYS or getattr(args, f.name) != getattr(fresh, f.name))
+    ]
     if unknown := sorted(set(names) - known):
         warnings.warn(
             f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=script_level()
@@ -184,8 +197,13 @@ def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
 # ---------------------------------------------------------------------- Hugging Face's callbacks
 
 
+_CLEARS = {'on_evaluate': 'should_evaluate', 'on_save': 'should_save'}
+"""event → the request of a callback that it fulfils"""
+
+
 class Bridge(Callback):
-    """Calls the script's Hugging Face callbacks and the trainer's hooks from our hooks."""
+    """Calls the script's Hugging Face callbacks and the trainer's hooks from our hooks. Evaluates and saves at the end of
+    a learning phase in which a callback has asked for it."""
 
     order: ClassVar[int] = -5
 
@@ -194,10 +212,13 @@ class Bridge(Callback):
 
     def notify(self, event: str, **more: Any) -> None:
         owner = self.owner
+        if (done := _CLEARS.get(event)) is not None:
+            setattr(owner.control, done, False)
+        given = {'model': owner.model, 'optimizer': owner.optimizer, 'lr_scheduler': None}
+        given |= dict.fromkeys(('processing_class', 'tokenizer'), owner.processing_class)
+        given |= dict.fromkeys(('train_dataloader', 'eval_dataloader'))
         for callback in owner.callbacks:
-            changed = getattr(callback, event)(
-                owner.args, owner.state, owner.control, processing_class=owner.processing_class, **more
-            )
+            changed = getattr(callback, event)(owner.args, owner.state, owner.control, **(given | more))
             owner.control = owner.control if changed is None else changed
         if owner.control.should_training_stop:
             owner.inner.request_stop()
@@ -227,7 +248,13 @@ class Bridge(Callback):
         self.owner.after_batch(metrics)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        self.owner.after_phase(metrics)
+        owner = self.owner
+        owner.after_phase(metrics)
+        if owner.control.should_evaluate and getattr(owner, 'eval_dataset', None) is not None:
+            metrics.update(owner.evaluate() or {})
+        owner.control.should_evaluate = False
+        if owner.control.should_save:  # a checkpoint lies between learning phases
+            owner.inner.save_checkpoint()
 
     def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
         self.notify('on_save')
@@ -250,6 +277,7 @@ class LaterTrainer(ABC):
     """
 
     inner: Any
+    model: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -289,6 +317,20 @@ class LaterTrainer(ABC):
     def add_callback(self, callback: Any) -> None:
         """Adds a Hugging Face callback or its class."""
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Removes and returns a callback, or the first of a class; None if there is none."""
+        found = next((i for i, c in enumerate(self.callbacks) if c is callback or type(c) is callback), None)
+        return None if found is None else self.callbacks.pop(found)
+
+    remove_callback = pop_callback
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Does nothing: `save_model` writes the card of a whole model."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Returns metrics over `eval_dataset`; {} for a trainer without a loss on given data."""
+        return {}
 
     def is_world_process_zero(self) -> bool:
         return self.strategy.is_rank_0

@@ -192,7 +192,7 @@ def test_a_custom_callback_and_positional_settings(program, gpt2):
     settings, diary = program('own_callback', gpt2).splitlines()[-2:]
     assert settings == '0.05 4 0.1 0.3 4 2'
     phase = ['made 4', 'epoch 0', 'batch', 'epoch 1', 'batch']
-    assert ast.literal_eval(diary) == ['fit', 'episode 0', *phase, 'episode 1', *phase, 'end']
+    assert ast.literal_eval(diary) == ['fit', 'episode 0', *phase, 'ended 0', 'episode 1', *phase, 'ended 1', 'end']
 
 
 def test_a_custom_loop(program):

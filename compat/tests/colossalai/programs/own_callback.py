@@ -23,6 +23,9 @@ class Diary(Callback):
     def on_episode_start(self, episode):
         self.pages.append(f'episode {episode}')
 
+    def on_episode_end(self, episode):
+        self.pages.append(f'ended {episode}')
+
     def on_make_experience_end(self, experience):
         self.pages.append(f'made {len(experience)}')
 
