@@ -65,7 +65,7 @@ def check_name(name: str, kind: Kind = 'model', cache_dir: str | os.PathLike[str
         endpoint = urlsplit(constants.ENDPOINT)
         proxies = {} if proxy_bypass(endpoint.hostname or '') else getproxies()
         proxy = proxies.get(endpoint.scheme, proxies.get('all', ''))
-        address = urlsplit(proxy) if '://' in proxy else endpoint
+        address = urlsplit(proxy if '://' in proxy else f'http://{proxy}') if proxy else endpoint
         problem = connect(address.hostname or '', address.port or (80 if address.scheme == 'http' else 443))
         if problem is None:
             return

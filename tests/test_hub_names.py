@@ -45,8 +45,9 @@ def test_without_a_network_a_misspelt_name_is_one_line_after_one_try(network, tm
     assert network == [('hub.test', 443)]
 
 
-def test_a_proxy_is_tried_in_place_of_the_hub(network, monkeypatch):
-    monkeypatch.setenv('https_proxy', 'http://proxy.test:3128')
+@pytest.mark.parametrize('proxy', ['http://proxy.test:3128', 'proxy.test:3128'])
+def test_a_proxy_is_tried_in_place_of_the_hub(network, monkeypatch, proxy):
+    monkeypatch.setenv('https_proxy', proxy)
     with pytest.raises(ValueError, match='proxy.test cannot be reached'):
         hub.check_name('nobody/nothing')
     assert network == [('proxy.test', 3128)]

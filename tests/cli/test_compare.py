@@ -196,6 +196,10 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     judge(tmp_path, lambda text: (len(text), text), people=2)
     assert compare(f'--export={out}') == 0
     assert f'{out}: 5 preferences' in capsys.readouterr().out
+    (db,) = tmp_path.glob('*.sqlite')
+    before = db.read_bytes()
+    assert compare(f'--export={db}') == 2 and db.read_bytes() == before  # it holds the judgements
+    assert 'is the file of --db' in capsys.readouterr().err
     tokenizer = demo_world.demo_tokenizer()
     found, _ = load_preferences(str(out), tokenizer)
     by_prompt = {

@@ -108,3 +108,10 @@ def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
     words = [f'{folder}/actor', f'{folder}/answers.jsonl', '--max_new_tokens=2', f'--reward_fn={folder}/r.py:{name}']
     assert call(monkeypatch, 'evaluate', *words) == 0
     assert f'"score_mean": {mean}' in capsys.readouterr().out
+
+
+def test_a_file_of_unknown_kind_is_not_taken_for_a_prompt(monkeypatch, capsys, folder, tmp_path):
+    path = tmp_path / 'prompts.jsnl'
+    path.write_text('{"prompt": "a"}')
+    assert call(monkeypatch, 'evaluate', str(folder), str(path), '--max_new_tokens=2') == 2
+    assert 'unknown kind of file' in capsys.readouterr().err

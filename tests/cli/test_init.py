@@ -57,6 +57,14 @@ def test_nothing_is_overwritten(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err.startswith('error: cannot write to file/x: ')
 
 
+def test_a_method_of_a_file_is_named_from_the_folder_of_its_config(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'mine.py').write_text('from chatgpt.launch.methods import METHODS\nsame = METHODS["sft"]\n')
+    assert call(monkeypatch, 'init', 'mine.py:same', '--to', 'new') == 0
+    assert ' ../mine.py:same --config_file same.yaml' in capsys.readouterr().out
+    assert call(monkeypatch, 'init', 'ppo') == call(monkeypatch, 'init', 'grpo') == 0  # their rewards.py is the same
+
+
 SHORT = {
     'ppo': ['--num_episodes=1', '--experience_batch_size=4', '--max_epochs=1'],
     **dict.fromkeys(('reward-model', 'kto', 'ilql'), ['--max_steps=1']),

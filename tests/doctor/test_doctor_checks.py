@@ -216,6 +216,11 @@ CASES: dict[str, Case] = {
         {'eval/truth_mean': lambda i: i / 24 if i % 4 == 0 else None, 'rollout/score_std': 0.2},
         step=20,
     ),
+    'over-optimisation, of the success in an environment': Case(
+        {'eval/success_share': lambda i: (1.0 - abs(i - 12) / 12) if i % 4 == 0 else None, 'rollout/score_std': 0.2},
+        {'eval/metrics/window': lambda i: (1.0 - abs(i - 12) / 12) if i % 4 == 0 else None, 'rollout/score_std': 0.2},
+        step=20,
+    ),
     'over-optimisation, lower is better': Case(
         {
             'eval/cost': lambda i: abs(i - 12) / 12 if i % 4 == 0 else None,

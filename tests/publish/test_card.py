@@ -347,3 +347,15 @@ def test_a_card_that_fails_does_not_stop_the_save(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match=r'the model is saved without a card \(OSError: the disk is full\)'):
         byte_trainer(None).save_pretrained(tmp_path / 'actor')
     assert (tmp_path / 'actor' / 'model.safetensors').is_file() and not (tmp_path / 'actor' / CARD).exists()
+
+
+def test_secrets_within_settings_are_not_shown(tmp_path):
+    options = {'api_key': 'sk-1234', 'turns': 3, 'url': 'https://me:pw@host/x'}
+    text = written(tmp_path / 'actor', facts(record=record(settings={'environment_options': options})))
+    assert 'turns: 3' in text and 'api_key' in text
+    assert 'sk-1234' not in text and 'me:pw' not in text
+
+
+def test_samples_are_of_eval_prompts_only_where_they_are(tmp_path):
+    assert 'of the training prompts after phase' in written(tmp_path / 'a')
+    assert 'of the eval prompts after phase' in written(tmp_path / 'b', facts(of_eval=True))

@@ -14,7 +14,7 @@ from recorded import recorded_row
 
 from chatgpt.monitor.doctor import Finding
 from chatgpt.monitor.report import what_improved, write_report
-from chatgpt.monitor.report.parts import part, warm_critic
+from chatgpt.monitor.report.parts import part, tiles_of, warm_critic
 from chatgpt.monitor.report.rollouts import page_row, phases_for_page, rows_for_page
 from chatgpt.monitor.report.runs import read_run, why_ended
 from chatgpt.monitor.report.turns import by_turn
@@ -245,3 +245,10 @@ def test_the_head_has_the_explained_variance_of_the_first_actor_step(tmp_path):
     write_lines(folder / 'metrics.jsonl', rows)
     assert warm_critic(run(folder)) == ['explained variance 0.3 at the first actor step, phase 3']
     assert 'explained variance 0.3' in texts(part('head', [run(folder)], 'it'))
+
+
+@pytest.mark.parametrize('method', ['orpo', 'rm'])
+def test_the_overview_has_loss_and_accuracy_of_any_method(tmp_path, method):
+    rows = [{'step': i, f'{method}/loss': 1.0 / i, f'{method}/val_accuracy': 0.5 + i / 10} for i in (1, 2)]
+    write_lines(tmp_path / 'metrics.jsonl', rows)
+    assert [(label, now) for label, now, _ in tiles_of(run(tmp_path))] == [('Eval accuracy', '0.7'), ('Loss', '0.5')]

@@ -129,10 +129,12 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 
 def test_secrets_of_a_command_line_are_left_out(monkeypatch):
     given = ['x.py', '--hub_token', 'abc', '--api_key=def', 'Training.password=ghi', '--passwd', 'j']
+    given += ['--environment_options', '{"api_key": "m", "turns": 3}', '--environment_options={token: n, turns: 3}']
     given += ['--tokenizer', 'gpt2']
     given += ['--token_penalty=0.1', '--max_new_tokens', '8', '-c', f'login("hf_{"k" * 34}")', 'https://me:l@host/x']
     monkeypatch.setattr(sys, 'orig_argv', given, raising=False)
     shown = ['x.py', '--hub_token', '***', '--api_key=***', 'Training.password=***', '--passwd', '***']
+    shown += ['--environment_options', '{"api_key": ***, "turns": 3}', '--environment_options={token: ***, turns: 3}']
     shown += ['--tokenizer', 'gpt2', '--token_penalty=0.1', '--max_new_tokens', '8']
     assert command_line() == [*shown, '-c', 'login("***")', 'https://***@host/x']
 
@@ -190,3 +192,12 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
     [failures] = run_distributed(_fill, 1, str(tmp_path / 'a.jsonl'))
     assert len(failures) == 1
     assert read_jsonl(tmp_path / 'a.jsonl') == [{'step': 1}, {'step': 2, 'text': 'xxx'}]
+
+
+def test_a_config_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1}')
+    (tmp_path / 'config.yaml').write_text('a: [')
+    with pytest.raises(ValueError, match='config.yaml is not YAML'):
+        RunFolder(tmp_path).config  # noqa: B018
+    (tmp_path / 'config.yaml').write_text('- a')
+    assert RunFolder(tmp_path).config == {}

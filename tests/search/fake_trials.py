@@ -37,6 +37,9 @@ with open(folder + '/metrics.jsonl', 'a' if done else 'w') as file:
         if stop:
             json.dump(step, open(state, 'w'))
             sys.exit(143)
+for step in given.get('evaluated', []):
+    with open(folder + '/eval.jsonl', 'a') as file:
+        file.write(json.dumps({'step': step, 'eval/score_mean': step / 10}) + chr(10))
 print('ends at', time.monotonic())
 """
 

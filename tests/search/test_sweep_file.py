@@ -94,6 +94,9 @@ def test_a_file(write_sweep):
         ({'config': {'num_training_workers': 2}}, 'num_training_workers=2, but 1 process was started'),
         ({'launch': {'workers': 2}}, "launch: 'workers' is not known; .*did you mean"),
         ({'sampler': 'grid'}, 'sampler grid tries every value'),
+        ({'sampler': ['tpe']}, r"sampler=\['tpe'\] is not known"),
+        ({'direction': ['minimize']}, r"direction=\['minimize'\] is not known"),
+        ({'save_path': 5}, 'save_path=5 is no path'),
         ({'sampler': {'name': 'tpe', 'seed': 5}}, "sampler tpe: .* multiple values for keyword argument 'seed'"),
     ],
 )

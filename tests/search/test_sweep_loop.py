@@ -84,6 +84,13 @@ def test_a_sweep_without_a_complete_trial_fails(sweep_of):
     assert table(sweep.save_path)[0]['error'] == 'it logged no eval/score_mean'
 
 
+def test_an_evaluation_after_the_last_phase_counts(sweep_of):
+    """It is in eval.jsonl alone; step 0 is before training."""
+    sweep = sweep_of({'evaluated': [0, 4]}, metric='eval/score_mean', trials=1)
+    assert run_sweep(sweep) == 0
+    assert float(table(sweep.save_path)[0]['value']) == 0.4
+
+
 def test_a_metric_that_runs_do_not_have_ends_the_sweep_and_names_the_nearest(sweep_of):
     sweep = sweep_of({'pause': {'1': 20}}, metric='sft/lss')
     with pytest.raises(ValueError, match="there is no metric 'sft/lss' in this run; did you mean sft/loss"):

@@ -25,6 +25,7 @@ from chatgpt.monitor.compare.app import compare_app
 from chatgpt.monitor.compare.serving import add_server, need_server, serve
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import Store
+from chatgpt.monitor.run_folder.record import write_text_atomically
 
 SETTINGS = ('max_new_tokens', 'max_length', 'min_new_tokens', 'temperature', 'top_k', 'top_p', 'greedy', 'stop_string')
 
@@ -79,13 +80,15 @@ def main() -> None:
 
 def export(args: Any) -> None:
     """Writes the preferences of --db."""
+    if Path(args.export).exists() and Path(args.db).exists() and Path(args.export).samefile(args.db):
+        raise ValueError(f'--export {args.export} is the file of --db, which holds the judgements: give another')
     with Store(args.db, create=False) as store:
         rows, num_left = store.preferences()
         if not rows:
             raise ValueError(f'{args.db} has no pair on which people prefer one answer: {num_left} were judged')
         text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
         try:
-            Path(args.export).write_text(text, encoding='utf-8')
+            write_text_atomically(Path(args.export), text)
         except OSError as error:
             raise ValueError(f'cannot write --export {args.export}: {error.strerror}') from None
         note = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']

@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     for pair in args.columns:
         if '=' not in pair:
             raise ValueError(f'--columns {pair}: give known_name=name_in_the_file, for example prompt=question_text')
+    if args.max_examples is not None and args.max_examples < 1:
+        raise ValueError(f'--max_examples {args.max_examples} must be at least 1')
     examples = load_examples(
         args.source,
         columns=dict(pair.split('=', 1) for pair in args.columns),

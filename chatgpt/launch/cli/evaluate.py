@@ -58,7 +58,8 @@ def parser() -> Parser:
     responses.add_argument(
         '--max_new_tokens',
         type=int,
-        help='maximum number of tokens of a response (default: 128, or what the context leaves)',
+        help='maximum number of tokens of a response (default: 128, with --environment 256; less where the context is '
+        'shorter)',
     )
     responses.add_argument(
         '--temperature',
@@ -161,7 +162,7 @@ def main() -> None:
         environment = find_environment(args.environment, args.environment_options)
         choose_text_for(environment, tokenizer)
     if args.input is not None:
-        prompts = read_prompts(args.input, tokenizer)
+        prompts = read_prompts(args.input, tokenizer, data=True)
     else:
         prompts = tasks_without_prompts(args.episodes or 100)
     if args.environment is not None:

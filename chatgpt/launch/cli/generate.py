@@ -305,12 +305,12 @@ def load_actor(args: Any, strategy: Any) -> Any:
     return actor
 
 
-def read_prompts(source: str, tokenizer: Any) -> Any:
-    """Returns the prompts of a file, or `source` itself as the only prompt."""
+def read_prompts(source: str, tokenizer: Any, *, data: bool = False) -> Any:
+    """Returns the prompts of a file, or `source` itself as the only prompt; with `data` it names data in any case."""
     from chatgpt.data import load_prompts
     from chatgpt.data.reading import SUFFIXES, BadRecordError, suffix_of, without_remedy
 
-    is_file = suffix_of(source) in SUFFIXES
+    is_file = data or suffix_of(source) in SUFFIXES or os.path.exists(source)
     try:
         return load_prompts(source if is_file else [{'prompt': source}], tokenizer)
     except BadRecordError as error:

@@ -10,6 +10,7 @@ The data are embedded stories and the model is a small GPT-2 that the run create
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import textwrap
@@ -47,7 +48,9 @@ def main() -> None:
     METHODS.find(args.method)
     folder, name = Path(args.to), args.method.rpartition(':')[2]
     files, own = example(args.method)
-    start = f'{command} {shlex.quote(args.method)} --config_file {name}.yaml'
+    file, _, attribute = args.method.rpartition(':')
+    method = f'{os.path.relpath(file, folder)}:{attribute}' if file.endswith('.py') else args.method
+    start = f'{command} {shlex.quote(method)} --config_file {name}.yaml'
     files = {f'{name}.yaml': config_text(args.method, own, start), **files}
     for file, text in files.items():
         if (folder / file).exists() and (folder / file).read_text() != text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
     given['parameters'] = _spaces(given['parameters'], given['method'])
     size = math.prod(len(points(s)) for s in given['parameters'].values()) if given['sampler'][0] == 'grid' else None
     given['trials'] = min(filter(None, (given['trials'], size)), default=NUM_TRIALS)
+    if not isinstance(given['save_path'], str | os.PathLike):
+        raise ValueError(f'save_path={given["save_path"]!r} is no path')
     given |= {'metric': str(given['metric']), 'save_path': Path(given['save_path'])}
     sweep = Sweep(**given, fixed=json.loads(json.dumps(fixed, default=str)))
     check_runs(sweep)
@@ -88,7 +91,7 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
 
 
 def known(what: str, value: Any, choices: Iterable[str]) -> Any:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         names = list(choices)
         raise ValueError(f'{what}={value!r} is not known; choose one of {", ".join(names)}{hint(str(value), names)}')
     return value

@@ -188,7 +188,10 @@ class Running:
         from chatgpt.trainer.callbacks.base import metric_value  # imports torch, only after the file is checked
 
         path, metric = self.folder / 'metrics.jsonl', self.sweep.metric
-        for line in read_jsonl(path) if path.is_file() else []:
+        lines, late = read_jsonl(path) if path.is_file() else [], self.folder / 'eval.jsonl'
+        if metric.startswith('eval/') and late.is_file():  # also holds evaluations after the last phase
+            lines += [line for line in read_jsonl(late) if line['step'] and metric in line]
+        for line in lines:
             step = line.pop('step')
             is_lost = metric in line and line[metric] is None
             try:

@@ -12,6 +12,7 @@ from chatgpt.monitor.compare.serving import ASSETS
 from chatgpt.monitor.compare.statistics import lines, summarize
 from chatgpt.monitor.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
 from chatgpt.monitor.report.rollouts import page_row
+from chatgpt.monitor.report.runs import names_of
 from chatgpt.monitor.run_folder import RunFolder
 from chatgpt.monitor.run_folder.rollouts import read_rollouts, recorded_phases
 
@@ -121,11 +122,15 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
                 'with rollouts/'
             )
 
+    names = names_of(folders)
+
     async def page(request: Any) -> Any:
-        return _page(request, 'rollouts.html', runs=[folder.name for folder in folders])
+        return _page(request, 'rollouts.html', runs=names)
 
     async def list_runs(request: Any) -> Any:
-        return JSONResponse([{'name': folder.name, 'phases': recorded_phases(folder)} for folder in folders])
+        return JSONResponse(
+            [{'name': name, 'phases': recorded_phases(folder)} for name, folder in zip(names, folders, strict=True)]
+        )
 
     async def rows(request: Any) -> Any:
         try:

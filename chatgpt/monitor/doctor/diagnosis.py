@@ -52,7 +52,7 @@ class Diagnosis:
 
 def diagnose(run: RunFolder) -> list[Finding]:
     """Returns all findings of a run, ordered by the phase in which they began."""
-    diagnosis = Diagnosis(run.record, run.config)
+    diagnosis = Diagnosis(run.record, run.config if run.record is None else None)
     return [finding for row in run.metrics for finding in diagnosis.see(row)]
 
 

@@ -6,6 +6,7 @@ It is built phase by phase, during a run or from its folder, so that both give t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -146,8 +147,8 @@ class History:
 
     def since_actor(self, name: str) -> list[tuple[int, float]]:
         """Returns (phase, value) from the phase of the actor's first step on."""
-        first = self.first_actor_step
-        return [] if first is None else [(step, value) for step, value in self.series(name) if step >= first]
+        first, series = self.first_actor_step, self.series(name)
+        return [] if first is None else series[bisect_left(series, (first,)) :]
 
     @property
     def shares_trunk(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from statistics import fmean, median
 
@@ -441,8 +442,8 @@ def schedule_ends_early(h: History) -> Seen | None:
     )
 
 
-HIGHER = ('score', 'reward', 'accuracy', 'win', 'optimality', 'truth', 'true', 'correct', 'pass')
-LOWER = ('loss', 'perplexity', 'error')
+HIGHER = re.compile(r'(?<![a-z])(score|reward|accuracy|win|optimality|truth|true|correct|pass|success)(?![a-z])')
+LOWER = re.compile(r'(?<![a-z])(loss|perplexity|error|failed)(?![a-z])')
 NO_GOALS = ('_std', '_min', '_max', '_best')
 
 
@@ -461,9 +462,7 @@ def _sign(h: History, name: str) -> int:
             return 1
         if any(v > b for v, b in zip(values, best, strict=True)):
             return -1
-    if any(word in name for word in LOWER):
-        return -1
-    return 1 if any(word in name for word in HIGHER) else 0
+    return -1 if LOWER.search(name) else 1 if HIGHER.search(name) else 0
 
 
 def _of_metric(h: History, name: str) -> Seen | None:

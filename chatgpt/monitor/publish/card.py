@@ -20,6 +20,7 @@ from chatgpt.data.formats import TEXT_CHOICE
 from chatgpt.monitor.report.series import Column, columns, number, what_improved
 from chatgpt.monitor.report.text import value_text
 from chatgpt.monitor.run_folder import RunFolder, RunRecord
+from chatgpt.monitor.run_folder.record import SECRET, without_secrets
 
 CARD, NUM_SAMPLES = 'README.md', 3
 MARKER = '<!-- Written by chatgpt-rlhf.'
@@ -41,6 +42,7 @@ class ModelFacts:
 
     Args:
         samples: rows of one phase with prompt, response and score.
+        of_eval: the samples are of eval prompts.
         improved: the improvement over the run, in a line.
         source: hub name or folder that the model was loaded from.
         rank: rank of the adapters, if only these are saved.
@@ -52,6 +54,7 @@ class ModelFacts:
     eval: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     findings: Sequence[Mapping[str, Any]] = ()
+    of_eval: bool = False
     improved: str = ''
     source: str | None = None
     parameters: int | None = None
@@ -66,7 +69,8 @@ class ModelFacts:
         rows: Any = {name: getattr(run, name) for name in ('record', 'metrics', 'eval', 'findings')}
         samples = run.eval_samples or run.samples
         last = [row for row in samples if row['step'] == samples[-1]['step']]
-        return cls(**rows, samples=last, run_name=run.name, improved=what_improved(run), **more)
+        of_eval = bool(run.eval_samples)
+        return cls(**rows, samples=last, of_eval=of_eval, run_name=run.name, improved=what_improved(run), **more)
 
 
 class Base(NamedTuple):
@@ -244,12 +248,13 @@ def hub_name(source: Any) -> str | None:
 
 
 def without_paths(value: Any) -> Any:
-    """Returns the value with every path, at any depth, replaced by its last part. Hub names stay."""
+    """Returns the value with every path, at any depth, replaced by its last part; a secret becomes ***, a hub name
+    stays."""
     if isinstance(value, Mapping):
-        return {str(k): without_paths(v) for k, v in value.items()}
+        return {str(k): '***' if SECRET.search(str(k)) else without_paths(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [without_paths(v) for v in value]
-    text = str(value) if isinstance(value, Path) else value
+    text = without_secrets(value) if isinstance(value, str) else str(value) if isinstance(value, Path) else value
     if not isinstance(text, str) or hub_name(text):
         return text
     begins = re.match(r'(~|\.\.?)?[/\\]\S|[A-Za-z]:[/\\]', text)

@@ -16,6 +16,8 @@ from chatgpt.monitor.publish.card import CARD, is_ours, set_name
 
 TIMEOUT_S = 10.0
 """time limit of a request"""
+REPLACED = ['*.safetensors', '*.safetensors.index.json', 'pytorch_model*', 'adapter_config.json']
+"""files of an earlier upload that are removed: loading would take them for parts of this model"""
 
 
 class PushError(RuntimeError):
@@ -112,6 +114,7 @@ def push_folder(
             commit_message=commit_message or 'Upload a model trained with chatgpt-rlhf',
             revision=revision,
             ignore_patterns=[CARD] if is_theirs else None,
+            delete_patterns=REPLACED,
         )
     except Exception as error:  # the HTTP library, and so its errors, depend on the version
         words = ['hf', 'upload', repo_id, str(folder), '.', *(['--private'] if private else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,16 @@ TILES = (
     (KL, 'KL, nats per response'),
     ('rollout/response_len_mean', 'Response tokens'),
     ('rollout/ended_share', 'Share that ended'),
-    ('rm/val_accuracy', 'Eval accuracy'),
-    ('rm/accuracy', 'Accuracy'),
-    ('dpo/val_accuracy', 'Eval accuracy'),
-    ('dpo/accuracy', 'Accuracy'),
-    ('sft/val_loss', 'Eval loss'),
-    ('sft/loss', 'Loss'),
-    ('rm/loss', 'Loss'),
-    ('dpo/loss', 'Loss'),
-    ('ilql/loss', 'Loss'),
+    ('eval/explained_variance', 'Explained variance'),
+    ('*/val_accuracy', 'Eval accuracy'),
+    ('*/accuracy', 'Accuracy'),
+    ('*/val_loss', 'Eval loss'),
+    ('*/loss', 'Loss'),
     ('perf/new_tokens_per_s', 'New tokens per second'),
     ('perf/total_s', 'Seconds per phase'),
     ('perf/peak_memory_gib', 'Memory, GiB'),
 )
-"""metrics of the overview; the first eight that a run has are shown"""
+"""metrics of the overview, where * is the name of a method; the first eight that a run has are shown"""
 COLORS = 8
 """number of colours of lines, --series-1 to --series-8 in page.css"""
 PHASES_SIDE_BY_SIDE, PROMPTS = 5, 12
@@ -108,7 +105,8 @@ def have_other_rewards(runs: Sequence[Run]) -> bool:
 def tiles_of(run: Run) -> list[tuple[str, str, str | None]]:
     """Returns (label, now, at the start) of the metrics of the overview."""
     shown: dict[str, tuple[str, str, str | None]] = {}
-    for name, label in TILES:
+    for pattern, label in TILES:
+        name = next((name for name in run.columns if fnmatch(name, pattern)), '')
         values = [value for value in run.columns.get(name, ((), ()))[1] if value is not None]
         if not values or label in shown or len(shown) == 8:
             continue

@@ -77,7 +77,11 @@ class RunFolder:
     def config(self) -> dict[str, Any]:
         """Settings of a run of the command, from config.yaml; empty for others."""
         path = self.path / 'config.yaml'
-        return (yaml.safe_load(path.read_text()) or {}) if path.is_file() else {}
+        try:
+            found = yaml.safe_load(path.read_text()) if path.is_file() else None
+        except yaml.YAMLError as error:
+            raise ValueError(f'{path} is not YAML: {error}') from None
+        return found if isinstance(found, dict) else {}
 
     @property
     def phase(self) -> int:

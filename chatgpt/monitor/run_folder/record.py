@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,18 @@ from chatgpt.monitor.run_folder.lines import SURROGATES, json_safe
 FORMAT = 1
 FILENAME = 'run.json'
 Status = Literal['running', 'ended', 'stopped', 'failed']
+SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
+"""names of what is not written down"""
+SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
+"""a token of the hub; user and password in an address"""
+SECRET_ITEM = re.compile(rf'(["\']?\w*{SECRET.pattern}["\']?\s*:\s*)("[^"]*"|\'[^\']*\'|[^,}}\s]+)', re.IGNORECASE)
+"""of a dictionary in YAML or JSON"""
+
+
+def without_secrets(text: str) -> str:
+    """Returns the text with what looks like a secret replaced by ***."""
+    shown = SECRET_VALUE.sub('***', text)
+    return SECRET_ITEM.sub(r'\1***', shown) if '{' in shown else shown
 
 
 @dataclass(kw_only=True)

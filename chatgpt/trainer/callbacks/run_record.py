@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -22,14 +21,11 @@ import torch
 from chatgpt import __version__
 from chatgpt.monitor.run_folder import rollouts
 from chatgpt.monitor.run_folder.lines import previous_of
-from chatgpt.monitor.run_folder.record import FILENAME, RunRecord, Start, Status
+from chatgpt.monitor.run_folder.record import FILENAME, SECRET, RunRecord, Start, Status, without_secrets
 from chatgpt.strategies.machine import processor, unused_card
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
-SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
-SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
-"""a token of the hub; user and password in an address"""
 OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
 """files of a run folder beside run.json and metrics.jsonl, which every run has"""
 PLANNED_AFTER_S = 10.0
@@ -179,7 +175,7 @@ def command_line() -> list[str]:
         if hide and not word.startswith('-'):
             shown.append('***')
         else:
-            shown.append(f'{name}=***' if secret and equals else SECRET_VALUE.sub('***', word))
+            shown.append(f'{name}=***' if secret and equals else without_secrets(word))
         hide = secret and not equals and word.startswith('-')
     return shown
 

@@ -11,6 +11,7 @@ const element = (id) => document.getElementById(id);
 let pair = null;
 let busy = false;
 let timer;
+let waits = false; // others are judging the last pairs
 
 function say(text, isError = false) {
   element('status').textContent = text;
@@ -35,6 +36,7 @@ async function act(action, body, done) {
     say('Not saved: the server does not answer. Try again.', true);
   } finally {
     setBusy(false);
+    if (waits) timer = setTimeout(() => act('next', {}, ''), LOOK_AGAIN_MS); // also after a request that failed
   }
 }
 
@@ -56,6 +58,7 @@ function show(state) {
   element('who').textContent = state.person;
   showProgress(state.progress);
   const isNew = pair?.id !== state.pair?.id;
+  waits = state.pair === null && state.progress.open > 0;
   pair = state.pair;
   if (pair !== null && isNew) {
     for (const id of ['prompt', 'left', 'right']) element(id).textContent = pair[id];
@@ -63,11 +66,9 @@ function show(state) {
     element('comment').blur();
     window.scrollTo(0, 0);
   } else if (pair === null) {
-    const waits = state.progress.open > 0;
     element('done-text').textContent = waits
       ? `There are no pairs for you now. Others are judging the last ${state.progress.open}; this page checks again.`
       : 'All done. Thank you!';
-    if (waits) timer = setTimeout(() => act('next', {}, ''), LOOK_AGAIN_MS);
   }
 }
 
