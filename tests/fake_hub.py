@@ -118,6 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
             if what == 'branch':
                 hub.repos[repo]['revisions'].setdefault(revision, dict(hub.files(repo)))
                 return self._answer({})
+            if what == 'tree':
+                found = hub.repos[repo]['revisions'].get(revision, {})
+                kinds = {'type': 'file', 'oid': '0' * 40}
+                return self._answer([{'path': path, 'size': len(data), **kinds} for path, data in found.items()])
             if token == READ:
                 return self._answer({'error': 'You do not have the right to write'}, 403)
             if what == 'preupload':
@@ -157,6 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, repo: str, revision: str, body: bytes) -> None:
         changed: dict[str, bytes] = {}
+        removed: list[str] = []
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry['value']
@@ -164,12 +169,17 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.repos[repo]['messages'].append(value['summary'])
             elif entry['key'] == 'file':
                 changed[value['path']] = base64.b64decode(value['content'])
+            elif entry['key'] == 'deletedFile':
+                removed.append(value['path'])
             elif entry['key'] == 'lfsFile':
                 data = self.hub.objects.get(value['oid'])
                 if data is None or hashlib.sha256(data).hexdigest() != value['oid'] or len(data) != value['size']:
                     return self._answer({'error': f'{value["path"]} has not arrived whole'}, 400)
                 changed[value['path']] = data
-        self.hub.repos[repo]['revisions'][revision].update(changed)
+        files = self.hub.repos[repo]['revisions'][revision]
+        for path in removed:
+            del files[path]
+        files.update(changed)
         oid = hashlib.sha1(body).hexdigest()
         self._answer({'commitUrl': f'{self.hub.address}/{repo}/commit/{oid}', 'commitOid': oid, 'success': True})
 

@@ -405,20 +405,22 @@ def write_critic(run: Run, trainer: Any) -> None:
 
 def write_adapter(run: Run, trainer: Any, name: str, folder: str) -> None:
     """Writes the adapters of a model, and its head if it has one, to a folder in `save_path`, which PEFT loads onto
-    `pretrain`."""
+    the model that it began with."""
     path, strategy, model = Path(run.save_path, folder), trainer.strategy, trainer.models()[name]
+    # a critic of its own may start from another model: that of its weights
+    base = run.base if name == run.trained or run.on_trunk else None
     weights = strategy.full_state_dict(model, run.save_path)
 
     def write() -> None:
         bare: Any = strategy.unwrap(model)
-        export_peft(bare, path, base_model=run.base, state=weights)
+        export_peft(bare, path, base_model=base, state=weights)
         if getattr(bare, 'value_head', None) is not None:
             save_head(bare.value_head, centred_head(weights), path)
         if trainer.tokenizer is not None:  # with the choice of the chat template
             save_tokenizer(trainer.tokenizer, path)
 
     strategy.run_on_rank0(write)
-    facts = {'source': run.base, 'rank': run.lora_rank}
+    facts = {'rank': run.lora_rank} | ({'source': base} if base else {})
     write_card_of(trainer, path, model=name, card_samples=run.card_samples if name == run.trained else 0, **facts)
     if strategy.is_rank_0:
         print(f'{folder.replace("_", " ")} written to {path}', flush=True)

@@ -21,7 +21,7 @@ from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.head_kernels import check_kernel, head_logprobs
 from chatgpt.nn.heads import critic_head, head_outputs
 from chatgpt.nn.layouts import layout_of
-from chatgpt.nn.loading import Role, add_lora, load_causal_lm
+from chatgpt.nn.loading import Role, add_lora, check_given, load_causal_lm
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
 from chatgpt.nn.packing import (
     check_batch_independence,
@@ -252,6 +252,7 @@ class Actor(Role):
 
 
 def _check_causal(model: Any) -> None:
+    check_given(model)
     name = type(model).__name__
     if getattr(model, 'get_output_embeddings', lambda: None)() is None:
         raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, head_outputs
-from chatgpt.nn.loading import Role, add_lora, load_base_model, trunk_of
+from chatgpt.nn.loading import HUB_OPTIONS, Role, add_lora, load_base_model, load_config, trunk_of
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
@@ -106,6 +106,18 @@ class Critic(Role):
             path.write_text(json.dumps(stored, indent=2, sort_keys=True) + '\n')
 
     @classmethod
+    def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> Critic:
+        """Loads a folder as `Role.from_pretrained`, that of a reward model as `from_reward_model`."""
+        from chatgpt.nn.reward_model import RewardModel, is_scorer
+
+        hub = {name: value for name, value in options.items() if name in (*HUB_OPTIONS, 'trust_remote_code')}
+        if value_head is not None or not is_scorer(folder, load_config(folder, **hub)):
+            return super().from_pretrained(folder, value_head=value_head, **options)  # type: ignore[no-any-return]
+        own = {name: options.pop(name) for name in cls.build_options if name in options}
+        scorer = RewardModel.from_pretrained(folder, **options)
+        return cls.from_reward_model(scorer, own.pop('lora_rank', 0), **own)
+
+    @classmethod
     def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
         return load_base_model(pretrained, config, **options)
 
@@ -115,10 +127,12 @@ class Critic(Role):
 def _score_head(reward_model: RewardModel) -> Any:
     """Returns a copy of a reward model's head, with `score_bias` subtracted from its last bias."""
     head: Any = deepcopy(reward_model.value_head).requires_grad_(True)  # type: ignore[union-attr]
-    last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
+    last: Any = next((part for part in reversed(list(head.modules())) if isinstance(part, nn.Linear)), None)
     kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
     shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
     if float(shift) != 0:
+        if last is None:
+            raise ValueError(f'from_reward_model: {type(head).__name__} has no linear layer for the score bias')
         if last.bias is None:
             last.bias = nn.Parameter(last.weight.new_zeros(last.out_features))
         with torch.no_grad():

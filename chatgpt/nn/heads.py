@@ -183,7 +183,10 @@ def load_head(source: str | Path, **hub: Any) -> nn.Module | None:
     elif set(tensors) == {'0.weight', '0.bias', '2.weight', '2.bias'}:
         head = mlp_head(tensors['0.weight'].shape[-1])
     else:
-        raise ValueError(f'{path}: it holds {", ".join(sorted(tensors)[:4])}, neither a linear head nor an MLP head')
+        raise ValueError(
+            f'{path}: it holds {", ".join(sorted(tensors)[:4])}, neither a linear head nor an MLP head; make the head, '
+            'load these tensors into it, and give it as value_head'
+        )
     wrong = [(n, tensors[n].shape, t.shape) for n, t in head.state_dict().items() if tensors[n].shape != t.shape]
     check_fit(head, lambda _: path, (), (), wrong)
     set_state(head, tensors)

@@ -162,11 +162,7 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     in the model, or a reference that differs from the policy on a few tokens.
     """
     k = num_layers_unfrozen
-    if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
-        raise ValueError(
-            f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train'
-        )
-    if k == -1:
+    if not _is_number_of_blocks(k):
         return
     model = _model_of(owner)
     if any(isinstance(m, TopBranch) for m in owner.modules()):
@@ -190,12 +186,22 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     raise errors[0]
 
 
-def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
-    """Freezes a causal LM except the top blocks, the final norm and an untied head.
+def _is_number_of_blocks(k: Any) -> bool:
+    """Returns False for -1, all of them. Raises ValueError for what is no number of blocks."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
+        raise ValueError(
+            f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train'
+        )
+    return k != -1
 
-    Raises ValueError for more blocks than there are, and for an unsupported architecture.
+
+def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
+    """Freezes a causal LM except the top blocks, the final norm and an untied head; -1 freezes nothing.
+
+    Raises ValueError for a number that is neither -1 nor in 1..number of blocks, and for an unsupported architecture.
     """
-    _freeze_below(model, next(iter(_candidates(model, num_layers_unfrozen))), num_layers_unfrozen)
+    if _is_number_of_blocks(num_layers_unfrozen):
+        _freeze_below(model, next(iter(_candidates(model, num_layers_unfrozen))), num_layers_unfrozen)
 
 
 def _freeze_below(model: PreTrainedModel, parts: _Parts, num_blocks: int) -> None:

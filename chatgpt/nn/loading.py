@@ -28,7 +28,8 @@ from chatgpt.nn import lora
 from chatgpt.nn.computed import ComputedTensors, on_disk
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
-from chatgpt.nn.peft_format import MergedAdapter, adapter_base
+from chatgpt.nn.peft_format import MergedAdapter, adapter_base, remove_adapter
+from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.tensor_files import (
     check_finite,
     check_fit,
@@ -241,7 +242,7 @@ def _made(cls: Any, config: Any, source: WeightsSource, options: dict[str, Any])
             all_to_meta(model)
         if not meta and not native:  # remote code may fill buffers in its constructor
             model = built() if source.kind == 'config' else _from_remote_code(cls, source, options)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # such as an attention that is not installed
         raise ValueError(str(error).strip().splitlines()[0]) from None
     model.weights_source = source
     if meta:
@@ -303,6 +304,8 @@ def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None
     """Adds adapters to `model`, initialised from the seed of its `WeightsSource`, or a new one; none for rank 0.
     `options`: alpha, dropout, targets."""
     if not rank:
+        if bias != 'none' or any((options or {}).values()):
+            raise ValueError('lora_options and lora_train_bias are of adapters: give lora_rank')
         return
     unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
     if unknown:
@@ -314,11 +317,22 @@ def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None
         reset_adapter(layer, seed, name)
 
 
+def check_given(model: Any) -> None:
+    """Raises ValueError if `model` is not a transformers model, or one with adapters that transformers loaded, of which
+    it would save nothing else."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
+    if getattr(model, '_hf_peft_config_loaded', False):
+        raise ValueError(
+            f'model: a {type(model).__name__} with adapters that transformers loaded; give the folder of the adapter '
+            'by name, which folds it in, or the base alone and import_peft'
+        )
+
+
 def trunk_of(model: Any) -> Any:
     """Returns the base model of `model`, with the record of its weights' source. Raises ValueError if `model` is not a
     transformers model."""
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
+    check_given(model)
     (base, prefix), source = layout_of(model).base(model), getattr(model, 'weights_source', None)
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
         base.weights_source = replace(source, prefix=prefix)  # type: ignore[assignment]
@@ -400,6 +414,8 @@ class Role(nn.Module):
         weights: Mapping[str, Tensor] | None
         if state_dict is None:
             check_whole(self.model)
+        if any(isinstance(part, NF4Linear) for part in self.model.modules()) and not lora.has_lora(self.model):
+            raise ValueError('save_pretrained: the model is in 4 bits and has no adapters, so nothing was learned')
         if not lora.has_lora(self.model):
             weights = None if state_dict is None else part_of(state_dict, 'model')
         elif state_dict is None:
@@ -454,6 +470,19 @@ def trained_dtype(model: nn.Module) -> torch.dtype | None:
     return None if narrow and lora.has_lora(model) else torch.float32
 
 
+def _valid(config: GenerationConfig | None) -> GenerationConfig | None:
+    """Returns a generation config that transformers writes: many published ones have sampling settings without
+    `do_sample`, which it reads and refuses to write."""
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError:
+        valid = copy.deepcopy(config)
+        valid.do_sample = True  # type: ignore[union-attr]
+        return valid
+    return config
+
+
 def write_folder(
     model: Any,
     folder: str | os.PathLike[str],
@@ -483,13 +512,16 @@ def write_folder(
     if computed:
         Path(folder).mkdir(parents=True, exist_ok=True)
     whole = {name: on_disk(tensor, folder) if name in computed else tensor for name, tensor in tensors}
-    shown = logging.is_progress_bar_enabled()
+    shown, own = logging.is_progress_bar_enabled(), getattr(model, 'generation_config', None)
     logging.disable_progress_bar()
     try:
+        model.generation_config = _valid(own)
         model.save_pretrained(folder, state_dict=whole)
         remove_heads(folder)  # not before: if transformers raises, the earlier model still needs them
+        remove_adapter(folder)
         share_by_umask(folder)
     finally:
+        model.generation_config = own
         if shown:
             logging.enable_progress_bar()
     if wanted is not None:

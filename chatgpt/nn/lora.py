@@ -12,13 +12,12 @@ PEFT's file format is in `chatgpt.nn.peft_format`; docs/results/peft_layers.md c
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import loralib
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.computed import ComputedTensors
-from chatgpt.nn.quantized import NF4Linear
+from chatgpt.nn.quantized import NF4Linear, is_linear, reads_weight
 
 BiasMode = Literal['none', 'all', 'lora_only']
 
@@ -199,8 +198,6 @@ class LoRANF4Linear(_Adapter, nn.Module):
 
 
 _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D, NF4Linear: LoRANF4Linear}
-SAME_AS_LINEAR = ('FalconLinear',)
-"""subclasses of nn.Linear with their own forward that computes the same"""
 WITHOUT_ADAPTERS = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
 """names of layers, or of their parents, without adapters unless a pattern names them: the routers of a mixture of
 experts, and the step size of a state space model"""
@@ -210,28 +207,7 @@ NON_TEXT = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|
 
 def _replacement(layer: nn.Module) -> Any:
     """Returns the adapted class for a layer; None for one that is not linear."""
-    kind = type(layer)
-    if isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_AS_LINEAR):
-        kind = nn.Linear
-    return _REPLACED_BY.get(kind)
-
-
-@lru_cache
-def reads_weight(kind: type, child: str) -> bool:
-    """Returns True if modules of that class multiply by the weight of their layer `child` without calling it, as
-    Mamba's kernels and some routers do: an adapter on that layer would have no effect."""
-    read = re.compile(rf'(?<!isinstance\()\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
-    for name, function in inspect.getmembers(kind, inspect.isfunction):
-        code = inspect.unwrap(function).__code__
-        if name.startswith('__') or child not in code.co_names or 'weight' not in code.co_names:
-            continue
-        try:
-            found = read.search(inspect.getsource(code))
-        except OSError:  # no source to read
-            continue
-        if found:
-            return True
-    return False
+    return _REPLACED_BY.get(nn.Linear if is_linear(layer) else type(layer))
 
 
 def is_shared(parameter: Tensor) -> bool:

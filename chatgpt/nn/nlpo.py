@@ -43,7 +43,8 @@ def masked_output(
 ) -> PolicyOutput:
     """Computes log-probs and entropy of π_masked for the actions of a batch. Allocates (N, V) logits of both models.
 
-    An action outside of M(s), which the masked policy cannot sample, gets its log-prob before masking.
+    An action outside of M(s), which the masked policy cannot sample, gets log π(a) − log(π(M(s)) + π(a)): M(s) is
+    widened by it.
     """
     out = policy(batch, temperature=temperature, with_logits=True)
     with torch.no_grad():

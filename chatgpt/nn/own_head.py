@@ -93,9 +93,9 @@ def head_is_linear(model: PreTrainedModel) -> bool:
         if linear is None or linear.weight.shape[-1] != hidden.shape[-1]:  # RemBERT widens the states first
             return False
         generator = torch.Generator().manual_seed(0)
-        states = torch.randn(NUM_CHECK_TOKENS, hidden.shape[-1], generator=generator).to(hidden)
+        states = torch.randn(NUM_CHECK_TOKENS, hidden.shape[-1], generator=generator).to(linear.weight)
         states = states * (LARGE_LOGIT / linear(states).abs().max().clamp_min(1e-6))
-        states = torch.cat([hidden[0], states, torch.zeros_like(states[:1])])
+        states = torch.cat([hidden[0].to(states), states, torch.zeros_like(states[:1])])
         own = own_logits(model, states)
         return own.shape == linear(states).shape and all(
             _close(a, b, tolerance) for a, b in zip(own, linear(states), strict=True)

@@ -137,6 +137,11 @@ def check_export(module: nn.Module) -> None:
 def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
     """Maps names of trained parameters in the model to those in an adapter's file. Raises ValueError if peft does not
     adapt a layer, or looks it up under another name."""
+    if getattr(getattr(model, 'weights_source', None), 'adapter', None) is not None:
+        raise ValueError(
+            'export_peft: the model began with another adapter folded into its base, which the new one would leave '
+            'out; save it whole, or write the folded base with save_pretrained and train an adapter on that folder'
+        )
     kind = getattr(getattr(model, 'config', None), 'model_type', None)
     refused = [name for name in layers if name.rpartition('.')[2] in _NOT_IN_MAMBA]
     if kind in _MAMBA and refused:
@@ -327,6 +332,12 @@ def _targeted(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 # --- an adapter's folder as a model ---------------------------------------------------------------------------------
+
+
+def remove_adapter(folder: str | os.PathLike[str]) -> None:
+    """Removes an earlier adapter, which transformers would apply to the model that is written there now."""
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        Path(folder, name).unlink(missing_ok=True)
 
 
 def adapter_base(folder: str | os.PathLike[str]) -> str | None:

@@ -7,18 +7,47 @@ weights. Embeddings and heads stay dense. 4-bit files written by transformers ar
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 BLOCK, SCALE_BLOCK = 64, 256
+SAME_AS_LINEAR = ('FalconLinear',)
+"""subclasses of nn.Linear with their own forward that computes the same"""
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Returns True for nn.Linear, and for a subclass that computes the same."""
+    kind = type(layer)
+    return isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_AS_LINEAR)
+
+
+@lru_cache
+def reads_weight(kind: type, child: str) -> bool:
+    """Returns True if modules of that class multiply by the weight of their layer `child` without calling it, as
+    Mamba's kernels and some routers do: in place of that layer, another one with a weight in 4 bits or beside an
+    adapter would fail or have no effect."""
+    read = re.compile(rf'(?<!isinstance\()\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        code = inspect.unwrap(function).__code__
+        if name.startswith('__') or child not in code.co_names or 'weight' not in code.co_names:
+            continue
+        try:
+            found = read.search(inspect.getsource(code))
+        except OSError:  # no source to read
+            continue
+        if found:
+            return True
+    return False
 
 
 def check_bitsandbytes(what: str) -> None:
@@ -154,9 +183,10 @@ def quantize_blocks(
     inside: `module` is itself in a block. device: where weights are quantized, one after another; None for their own.
     """
     for name, child in module.named_children():
-        if inside and isinstance(child, (nn.Linear, Conv1D)) and type(child) in (nn.Linear, Conv1D):
-            if child.weight.numel() % BLOCK == 0:
-                module._modules[name] = NF4Linear(child, dtype, device)
+        if inside and (is_linear(child) or type(child) is Conv1D):
+            linear, owner = cast(nn.Linear, child), cast(Any, type(module))
+            if linear.weight.numel() % BLOCK == 0 and not reads_weight(owner, name):
+                module._modules[name] = NF4Linear(linear, dtype, device)
         else:
             quantize_blocks(child, inside or isinstance(module, nn.ModuleList), dtype, device)
 

@@ -150,7 +150,8 @@ class RewardModel(Role):
 
     def _empty_classifier(self, tokenizer: Any) -> Any:
         """Returns a sequence-classification model on the meta device that fits this reward model's tensors, or None."""
-        if not isinstance(self.value_head, nn.Linear) or looks_ahead(self.model):
+        head = self.value_head
+        if not isinstance(head, nn.Linear) or head.out_features != 1 or looks_ahead(self.model):
             return None
         if type(self.model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return None
@@ -171,7 +172,7 @@ class RewardModel(Role):
         Raises ValueError if the folder has no trained head, or the classifier another number of labels.
         """
         own = {name: options.pop(name) for name in cls.build_options if name in options}
-        parts = cls._load(folder, **options)
+        parts = cls._load(folder, head=value_head is None, **options)
         if value_head is None and parts.head is None and not _is_classifier(parts.model):
             raise ValueError(
                 f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head '
@@ -220,17 +221,19 @@ class ScorerParts(NamedTuple):
     bias: float
 
 
-def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: Any) -> ScorerParts:
-    """Loads base model, head and `score_bias` from a folder or hub name; of a causal LM or base model, without a
-    head."""
+def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, head: bool = True, **options: Any) -> ScorerParts:
+    """Loads base model, head and `score_bias` from a folder or hub name; of a causal LM or base model, or with
+    `head=False` for a saved one, without a head."""
     config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
     bias, hub = float(getattr(config, BIAS_KEY, 0.0)), hub_options(options)
-    own = hasattr(config, BIAS_KEY) or adapter_base(pretrained) is not None
+    is_adapter = adapter_base(pretrained) is not None
+    own = hasattr(config, BIAS_KEY) or is_adapter
     saved = own and stored_file(pretrained, HEAD_FILE, **hub) is not None
     if saved or not _classifies(config):
         base = load_base_model(pretrained, checkpoint=checkpoint, **options)
-        head = load_head(pretrained, **hub) if saved else None
-        return ScorerParts(base, head, bias if saved else 0.0)
+        found = load_head(pretrained, **hub) if saved and head else None
+        # the head beside an adapter has the bias of its base in it
+        return ScorerParts(base, found, bias if saved and not is_adapter else 0.0)
     _check_labels(config.num_labels, str(pretrained))
     classifier = load_model('AutoModelForSequenceClassification', pretrained, None, checkpoint=checkpoint, **options)
     score = getattr(classifier, 'score', None)

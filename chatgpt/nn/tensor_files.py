@@ -25,7 +25,7 @@ HEADS = re.compile(
 )
 """first part of names outside the trunk: heads of other tasks, or other modalities of a multimodal model"""
 BUFFERS = re.compile(
-    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version|'
+    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias|causal_mask)|rotary_emb\.inv_freq|position_ids|version|'
     r'final_logits_bias)$'
 )
 """tensors of older files that are computed today, and a part of BART's head"""

@@ -113,5 +113,6 @@ def test_columns_and_texts_go_by_name(monkeypatch, capsys, folder, name, mean):
 def test_a_file_of_unknown_kind_is_not_taken_for_a_prompt(monkeypatch, capsys, folder, tmp_path):
     path = tmp_path / 'prompts.jsnl'
     path.write_text('{"prompt": "a"}')
-    assert call(monkeypatch, 'evaluate', str(folder), str(path), '--max_new_tokens=2') == 2
+    words = [str(folder / 'actor'), str(path), f'--reward_fn={folder}/rewards.py:right', '--max_new_tokens=2']
+    assert call(monkeypatch, 'evaluate', *words) == 2
     assert 'unknown kind of file' in capsys.readouterr().err

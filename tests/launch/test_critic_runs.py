@@ -15,7 +15,7 @@ from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.models import build_critic
 from chatgpt.launch.runs import PPORun
-from chatgpt.nn import AutoActor, AutoCritic, CategoricalHead, Critic, RewardModel, load_config, load_tokenizer
+from chatgpt.nn import AutoActor, AutoCritic, AutoRM, CategoricalHead, Critic, RewardModel, load_config, load_tokenizer
 from chatgpt.strategies import FSDPStrategy
 from chatgpt.testing.fakes import byte_tokenizer, char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -177,6 +177,15 @@ def test_adapters_are_folded_into_the_critic_and_written_alone(run, tmp_path, ti
     torch.testing.assert_close(values(alone), values(trainer.critic), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match='shared_trunk takes a critic that is an adapter with its head'):
         run('c', shared_trunk=True, lora_rank=2, critic_from=tmp_path / 'a' / 'critic')
+
+
+def test_the_adapter_of_a_critic_names_the_reward_model_that_it_began_with(run, tmp_path):
+    model = AutoRM(config=tiny_config('gpt2', positions=48))
+    torch.nn.init.normal_(model.value_head.weight)
+    model.save_pretrained(tmp_path / 'rm', tokenizer=char_tokenizer())
+    trainer = run(reward_fn=None, reward_model=tmp_path / 'rm', lora_rank=2, save_adapter=True, critic_lr=0.02)
+    found = Critic.from_pretrained(tmp_path / 'a' / 'critic_adapter')
+    torch.testing.assert_close(values(found), values(trainer.critic), rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_fit_is_refused_in_one_line_before_any_weight_is_read(run, tmp_path, monkeypatch):

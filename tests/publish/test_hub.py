@@ -39,6 +39,7 @@ def test_the_files_of_the_folder_arrive(hub, folder):
     assert hub.repos['me/words']['messages'] == ['the first'] and not hub.repos['me/words']['private']
     assert any(path.startswith('PUT /lfs/') for path in hub.asked)
     (folder / 'config.json').write_text('{"a": 2}\n')
+    hub.files('me/words')['value_head.safetensors'] = b'of an earlier model, which loading would attach to this one'
     push_folder(folder, 'me/words')  # the repository exists now
     assert hub.files('me/words') == content(folder)
 
