@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.strategies import Strategy
 
 
@@ -44,9 +45,9 @@ class Accelerator:
         self._strategy.barrier()
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        """Returns the model without the strategy's wrappers."""
+        """Returns the model without the strategy's wrappers; of an `Actor` or another role the transformers model."""
         bare: Any = self._strategy.unwrap(model) if isinstance(model, nn.Module) else model
-        return bare if hasattr(bare, 'v_head') else getattr(bare, 'model', bare)
+        return bare.model if isinstance(bare, (Actor, Critic, RewardModel)) and not hasattr(bare, 'v_head') else bare
 
     def prepare(self, *items: Any, **_: Any) -> Any:
         """Moves modules to the device in place and returns all items; others are unchanged."""

@@ -170,19 +170,27 @@ def _has(package: str, name: str) -> bool:
 
 def _keywords(use: Use, target: str) -> Iterator[Finding]:
     """Yields a finding for each keyword that the target does not take; nothing if it takes any or has no signature."""
+    found = _chosen(load(target), [keyword for _, keyword in use.keywords])
     try:
-        parameters = inspect.signature(load(target)).parameters.values()
+        parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
     known = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        if not inspect.isclass(found) or not hasattr(found, 'keywords'):
+            return
+        known = sorted(found.keywords())
     for line, keyword in use.keywords:
         if keyword not in known:
             yield Finding(line, f'{use.full}({keyword}=)', False, f'not a parameter{hint(keyword, known)}')
 
 
 # ---------------------------------------------------------------------- every other import
+
+
+def _chosen(found: Any, keywords: Sequence[str]) -> Any:
+    """Returns the class that an object which chooses by the keywords of a call would make, else `found` itself."""
+    return found.chosen(keywords) if hasattr(found, 'chosen') and not inspect.isclass(found) else found
 
 
 @dataclass(frozen=True)
@@ -438,14 +446,15 @@ def methods(tree: ast.Module) -> Iterator[Finding]:
 
 
 def _classes(tree: ast.Module) -> dict[str, tuple[str, Any]]:
-    """Returns the served classes that a script imports by name."""
+    """Returns the served classes that a script imports by name, and objects that choose one by a call."""
     found = dict[str, tuple[str, Any]]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and system_of(node.module or '') is not None:
             system = SYSTEMS[(node.module or '').partition('.')[0]]
             for alias in node.names:
                 key = f'{node.module}.{alias.name}'.partition('.')[2]
-                if key in system.served and inspect.isclass(kind := load(system.served[key])):
+                kind = load(system.served[key]) if key in system.served else None
+                if inspect.isclass(kind) or hasattr(kind, 'chosen'):
                     found[alias.asname or alias.name] = (f'{node.module}.{alias.name}', kind)
     return found
 
@@ -457,7 +466,9 @@ def _made(value: ast.expr, classes: dict[str, tuple[str, Any]]) -> tuple[str, An
     function = value.func
     if isinstance(function, ast.Attribute) and function.attr == 'from_pretrained':
         function = function.value
-    return classes.get(function.id) if isinstance(function, ast.Name) else None
+    full, kind = classes.get(function.id, ('', None)) if isinstance(function, ast.Name) else ('', None)
+    kind = _chosen(kind, [keyword.arg for keyword in value.keywords if keyword.arg])
+    return (full, kind) if inspect.isclass(kind) else None
 
 
 def has_attribute(kind: type, name: str) -> bool:
@@ -485,9 +496,19 @@ def _set_on_self(kind: type) -> frozenset[str]:
 
 
 def _answers(kind: type, name: str) -> bool:
-    """Returns True if `__getattr__` of a class may return the name; that of `nn.Module` does not count."""
-    own = [c for c in kind.__mro__ if '__getattr__' in vars(c)]
-    return any(not c.__module__.startswith('torch.') for c in own)
+    """Returns True if `__getattr__` of a class may return the name; that of `nn.Module` does not count, and one that
+    only raises neither."""
+    own = [c for c in kind.__mro__ if '__getattr__' in vars(c) and not c.__module__.startswith('torch.')]
+    return any(not _only_raises(vars(c)['__getattr__']) for c in own)
+
+
+def _only_raises(function: Any) -> bool:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    (definition,) = tree.body
+    return all(isinstance(line, (ast.Raise, ast.Expr)) for line in getattr(definition, 'body', [None]))
 
 
 # ---------------------------------------------------------------------- the command

@@ -6,6 +6,7 @@ restores the packages at its end; `used` collects the rows that a program uses.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import functools
 import importlib
@@ -69,8 +70,8 @@ NAMES: dict[str, Name] = {
         'ElectraTokenizerFast CohereTokenizerFast RetriBertTokenizerFast RealmTokenizerFast '
         'BlenderbotSmallTokenizerFast',
     ),
-    **_names('transformers', 'transformers 5', 'torch.optim:', 'AdamW'),
-    **_names('transformers.optimization', 'transformers 5', 'torch.optim:', 'AdamW'),
+    **_names('transformers', 'transformers 5', f'{_HERE}:', 'AdamW'),
+    **_names('transformers.optimization', 'transformers 5', f'{_HERE}:', 'AdamW'),
     **_names('transformers', 'transformers 5', 'transformers:AutoModelForCausalLM', 'AutoModelWithLMHead'),
     **_names('transformers', 'transformers 5', 'transformers:AutoModelForImageTextToText', 'AutoModelForVision2Seq'),
     **_names('transformers', 'transformers 5', 'transformers:LogitsProcessor', 'LogitsWarper'),
@@ -142,6 +143,19 @@ ARGUMENTS: dict[str, dict[str, Argument]] = {
     },
 }
 """callable → its dropped keyword arguments"""
+
+_READ = {
+    **dict.fromkeys(ARGUMENTS['transformers.TrainingArguments'], False),
+    **dict.fromkeys(('logging_dir', 'dispatch_batches', 'split_batches', 'tpu_num_cores')),
+    **dict.fromkeys(('half_precision_backend', 'fp16_backend'), 'auto'),
+    'save_safetensors': True,
+    'fp16_opt_level': 'O1',
+    'ray_scope': 'last',
+    'past_index': -1,
+    'mp_parameters': '',
+    'warmup_ratio': 0.0,
+}
+"""dropped argument of TrainingArguments → what reading it gives where it was not given; current names give theirs"""
 
 METHODS = {
     'transformers.PreTrainedTokenizerBase.encode_plus': 'dropped by transformers 5; replaced by calling the tokenizer',
@@ -256,6 +270,8 @@ def _renamed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 note(f'{name}({old}=)', rows[old].sentence)
                 if rows[old].today:
                     kwargs.setdefault(rows[old].today, value)
+                if name == _ARGUMENTS and hasattr(type(args[0]), old):
+                    setattr(args[0], old, value)  # scripts read it
         return function(*args, **kwargs)
 
     return call
@@ -320,11 +336,49 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
             yield PreTrainedTokenizerBase, attribute, function
 
 
+def _reads(today: str) -> property:
+    """Returns an attribute under its old name."""
+    return property(lambda self: getattr(self, today), lambda self, value: setattr(self, today, value))
+
+
+def _add_flags(parser: Any, arguments: Any) -> None:
+    """Adds the dropped flags of TrainingArguments to a parser, unless one of its classes has them."""
+
+    class Old(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            row, default = ARGUMENTS[_ARGUMENTS][self.dest], _READ[self.dest]
+            note(f'{_ARGUMENTS}({self.dest}=)', row.sentence)
+            if row.today:
+                setattr(namespace, row.today, values)
+            if not isinstance(vars(arguments).get(self.dest), property):  # the object has no field for it
+                value = str(values).lower() in ('true', '1', 'yes') if isinstance(default, bool) else values
+                setattr(arguments, self.dest, value)
+
+    for name, row in ARGUMENTS[_ARGUMENTS].items():
+        if f'--{name}' not in parser._option_string_actions:
+            current = parser._option_string_actions.get(f'--{row.today}')
+            given: dict[str, Any] = {'nargs': '?', 'const': 'True'} if current is None else {'type': current.type}
+            parser.add_argument(f'--{name}', action=Old, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **given)
+
+
 def _trainer_patches() -> Iterator[tuple[Any, str, Any]]:
     """As `_patches`, of transformers' trainer, which takes seconds to import."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import HfArgumentParser, Trainer, TrainingArguments
 
     yield from _argument_patches(trainer=True)
+    for name, row in ARGUMENTS[_ARGUMENTS].items():
+        if not hasattr(TrainingArguments, name):
+            renamed = row.today and name != 'warmup_ratio'  # which is no number of steps
+            yield TrainingArguments, name, _reads(row.today) if renamed else _READ[name]
+
+    make_parser = HfArgumentParser.__init__
+
+    def parser_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_parser(self, *args, **kwargs)
+        if any(issubclass(kind, TrainingArguments) for kind in self.dataclass_types):
+            _add_flags(self, TrainingArguments)
+
+    yield HfArgumentParser, '__init__', parser_init
 
     start = TrainingArguments.__post_init__
 
@@ -354,7 +408,7 @@ def _trainer_patches() -> Iterator[tuple[Any, str, Any]]:
     yield Trainer, '__init__', init
 
 
-_TOKENIZERS = 'transformers.PreTrainedTokenizerBase'
+_TOKENIZERS, _ARGUMENTS = 'transformers.PreTrainedTokenizerBase', 'transformers.TrainingArguments'
 
 
 def _resolve(name: str) -> Any:
@@ -429,6 +483,25 @@ def restore_dropped() -> Iterator[None]:
 def not_available(*_: Any, **__: Any) -> bool:
     """Returns False: the package is no longer supported."""
     return False
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the arguments and defaults of transformers' class. Raises ValueError for
+    `correct_bias=False`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        no_deprecation_warning: bool = False,
+    ) -> None:
+        if not correct_bias:
+            raise ValueError('AdamW: correct_bias=False cannot be honoured: torch.optim.AdamW corrects; leave it out')
+        super().__init__(params, lr, betas, eps, weight_decay)
 
 
 def prepare_model_for_int8_training(

@@ -9,7 +9,8 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn import add_lora, export_peft, has_lora, import_peft
-from chatgpt.nn.lora import adapter_disabled, lora_layers, merged_state_dict
-from chatgpt.nn.peft_format import check_export
 
 HEADS = ('score', 'classifier')
 """heads of sequence classifiers, trained in full here, as PEFT does with `modules_to_save`"""
@@ -35,7 +34,7 @@ INFORMATIVE = (
 def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
     """Returns the transformers model with our adapters, changed in place: those of a PEFT model, or new ones by
     `peft_config`, a `LoraConfig` or a dict of its fields. `modules_to_save` may name the `heads`, which are trained in
-    full here. The model, and a given PEFT model, get the methods of `METHODS`. Raises ValueError for a PEFT model with a
+    full here. The model and a given PEFT model get the methods of `METHODS`. Raises ValueError for a PEFT model with a
     `peft_config`, and for a setting that is not supported.
     """
     if hasattr(model, 'peft_config') and hasattr(model, 'get_base_model'):
@@ -62,6 +61,10 @@ def with_methods(owner: Any, model: Any) -> Any:
     return owner
 
 
+def _layers(model: Any) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, 'lora_A')}
+
+
 def _save(
     model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
 ) -> None:
@@ -69,25 +72,24 @@ def _save(
     model."""
     if state_dict is None and has_lora(model):
         try:
-            check_export(model)
-        except ValueError:
-            state_dict = merged_state_dict(model)
-        else:
             if is_main_process:
                 export_peft(model, save_directory)
             return
+        except ValueError:
+            folded = {f'{name}.weight': layer.folded_weight() for name, layer in _layers(model).items()}
+            state_dict = {n: t for n, t in model.state_dict().items() if '.lora_' not in n} | folded
     type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
 def _merge_and_unload(model: Any, *_: Any, **__: Any) -> Any:
     """Returns the model with the adapters merged into plain layers, changed in place."""
-    for name, layer in lora_layers(model).items():
+    for name, layer in _layers(model).items():
         layer.merge()
         plain: Any = Conv1D(layer.nf, layer.nx) if isinstance(layer, Conv1D) else None
         if plain is None:
             plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device='meta')
         plain.weight, plain.bias = layer.weight, layer.bias
-        parent, _, child = name.rpartition('.')
+        parent, _dot, child = name.rpartition('.')
         setattr(model.get_submodule(parent), child, plain)
     return model
 
@@ -98,11 +100,23 @@ def _print_trainable(model: Any) -> None:
     print(f'trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}')
 
 
+@contextmanager
+def _disable_adapter(model: Any) -> Iterator[None]:
+    layers = [(layer, layer.adapter_on) for layer in _layers(model).values()]
+    try:
+        for layer, _ in layers:
+            layer.adapter_on = False
+        yield
+    finally:
+        for layer, was_on in layers:
+            layer.adapter_on = was_on
+
+
 METHODS: dict[str, Any] = {
     'save_pretrained': _save,
     'merge_and_unload': _merge_and_unload,
     'print_trainable_parameters': _print_trainable,
-    'disable_adapter': adapter_disabled,
+    'disable_adapter': _disable_adapter,
 }
 """method of PEFT's models → a function of the transformers model with our adapters"""
 

@@ -82,6 +82,34 @@ unrelated.Trainer(lr=3)
     ]
 
 
+def test_both_ppo_trainers_are_checked(script, capsys):
+    path = script(
+        """from trl import PPOTrainer, SFTTrainer
+old = PPOTrainer(c, m, None, t, dataset=d, data_colator=f)
+old.step(q, r, s, scores=2, masks=3)
+old.accelerator.wait_for_everyone()
+old.dataloader, old.save_state
+new = PPOTrainer(args=c, reward_model=m, reward_modell=m)
+new.train(resume=True)
+new.save_state()
+sft = SFTTrainer(m, max_seq_length=3, formatting_func=f, peft_confg=None, dataset_text_field='a')
+sft.evaluate(metric_key_prefix='x')
+"""
+    )
+    assert check([path]) == 1
+    lines = [line.removeprefix(f'{path}:') for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert [
+        line.partition(': ')[0] + line.partition(':')[2].partition(': not')[0] for line in lines if ': not' in line
+    ] == [
+        '2 trl.PPOTrainer(data_colator=)',
+        '3 trl.PPOTrainer().step(masks=)',
+        '5 trl.PPOTrainer().save_state',
+        '6 trl.PPOTrainer(reward_modell=)',
+        '7 trl.PPOTrainer().train(resume=)',
+        '9 trl.SFTTrainer(peft_confg=)',
+    ]
+
+
 def test_scripts_are_not_run_and_replacements_are_named(script, tmp_path, capsys):
     path = script(f'import pathlib\npathlib.Path({str(tmp_path)!r}, "ran").touch()\nfrom invented import Other\n')
     assert check([path]) == 1

@@ -59,7 +59,7 @@ from transformers.models.gpt2.tokenization_gpt2_fast import GPT2TokenizerFast
 import torch
 tokenizer = BloomTokenizerFast.from_pretrained({str(folder)!r})
 print(tokenizer('ab')['input_ids'] == AutoTokenizer.from_pretrained({str(folder)!r})('ab')['input_ids'])
-print(TaskType.CAUSAL_LM, AdamW is torch.optim.AdamW)
+print(TaskType.CAUSAL_LM, issubclass(AdamW, torch.optim.AdamW))
 """
     )
     assert code == 0, err
@@ -143,7 +143,8 @@ model = AutoModelForCausalLM.from_pretrained(name, load_in_8bit=True, device_map
 tokenizer = AutoTokenizer.from_pretrained({str(folder)!r}, use_auth_token=True)
 arguments = TrainingArguments('out', evaluation_strategy='steps', optim='adamw_hf', max_steps=1, report_to='none',
     eval_steps=1, overwrite_output_dir=True, per_device_train_batch_size=2, remove_unused_columns=False)
-assert arguments.eval_strategy == 'steps'
+assert arguments.eval_strategy == arguments.evaluation_strategy == 'steps'
+assert arguments.overwrite_output_dir and arguments.logging_dir is None and not arguments.group_by_length
 rows = Dataset.from_dict({{'input_ids': [[3, 4], [5, 6]]}})
 calls = []
 class Mine(Trainer):
@@ -162,6 +163,47 @@ assert calls
     assert code == 0, err
     for said in ('evaluation_strategy=', 'load_in_8bit=', 'Trainer(tokenizer=)', 'compute_loss', 'adamw_hf'):
         assert said in err, said
+
+
+def test_adamw_of_transformers_has_its_defaults(program):
+    code, out, err = program(
+        """
+import torch
+from transformers import AdamW
+given = AdamW([torch.nn.Parameter(torch.ones(1))], lr=1e-4, correct_bias=True, no_deprecation_warning=True)
+print(*(given.defaults[name] for name in ('lr', 'betas', 'eps', 'weight_decay')))
+try:
+    AdamW([torch.nn.Parameter(torch.ones(1))], correct_bias=False)
+except ValueError as error:
+    print(error)
+"""
+    )
+    assert code == 0, err
+    assert out == (
+        '0.0001 (0.9, 0.999) 1e-06 0.0\n'
+        'AdamW: correct_bias=False cannot be honoured: torch.optim.AdamW corrects; leave it out\n'
+    )
+
+
+def test_dropped_flags_of_a_command_line(program):
+    code, out, err = program(
+        """
+from dataclasses import dataclass
+from transformers import HfArgumentParser, TrainingArguments
+@dataclass
+class Mine:
+    past_index: int = 3
+flags = '--output_dir o --overwrite_output_dir --evaluation_strategy epoch --warmup_ratio 0.1 --logging_dir l'
+flags += ' --save_safetensors False --past_index 4'
+training, mine = HfArgumentParser((TrainingArguments, Mine)).parse_args_into_dataclasses(flags.split())
+print(training.overwrite_output_dir, training.eval_strategy, training.warmup_steps, training.warmup_ratio)
+print(training.logging_dir, training.save_safetensors, training.fp16_backend, mine.past_index)
+"""
+    )
+    assert code == 0, err
+    assert out == 'True IntervalStrategy.EPOCH 0.1 0.1\nl False auto 4\n'
+    assert 'overwrite_output_dir' in err and 'evaluation_strategy' in err
+    assert not hasattr(transformers.TrainingArguments, 'overwrite_output_dir')
 
 
 def test_a_tool_of_a_folder(program, tmp_path):

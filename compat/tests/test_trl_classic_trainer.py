@@ -20,6 +20,7 @@ from torch import Tensor
 from trl_page import KEYS
 
 import chatgpt_compat.trl as trl
+from chatgpt.nn import Actor
 from chatgpt.testing.fakes import char_tokenizer, tiny_causal_lm
 from chatgpt_compat.trl import core
 from chatgpt_compat.trl.config import DEFAULTS, PPOConfig, is_second
@@ -256,6 +257,31 @@ def test_a_mask_drops_padding_of_a_query() -> None:
         trainer.generate(padded, attention_mask=torch.ones(4), **greedy)
 
 
+@pytest.mark.parametrize('family', ['gpt2', 't5'])
+def test_objects_of_transformers_in_generate(family: str) -> None:
+    """With a criterion or a processor `model.generate` runs; rows that a criterion has stopped have no padding."""
+    kind = trl.AutoModelForSeq2SeqLMWithValueHead if family == 't5' else trl.AutoModelForCausalLMWithValueHead
+    trainer, seen = make(kind.from_pretrained(tiny_causal_lm(family))), list[int]()
+
+    def only_nine(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -1e9).index_fill(1, torch.tensor([9]), 0.0)
+
+    def first_row_at_two(ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen.append(ids.shape[1])
+        return torch.arange(len(ids)) < (len(seen) >= 2)
+
+    given = {'max_new_tokens': 4, 'eos_token_id': -1, 'pad_token_id': 0, 'remove_padding': True}
+    start = [0] if family == 't5' else []
+    found = trainer.generate(QUERIES, return_prompt=False, logits_processor=[only_nine], **given)
+    assert [r.tolist() for r in found] == [start + [9] * 4] * len(QUERIES)
+    found = trainer.generate(
+        QUERIES[:2], return_prompt=False, logits_processor=[only_nine], stopping_criteria=[first_row_at_two], **given
+    )
+    assert [r.tolist() for r in found] == [start + [9] * 2, start + [9] * 4]
+    one = trainer.generate(QUERIES[0], prefix_allowed_tokens_fn=lambda i, ids: [7], **given)
+    assert one.tolist() == [(start or QUERIES[0].tolist()) + [7] * 4]
+
+
 def test_defaults_of_generate_are_those_of_transformers() -> None:
     """Greedy, 20 new tokens, as `model.generate`."""
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
@@ -417,6 +443,8 @@ def test_accelerator_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     a.print('said')
     assert capsys.readouterr().out == 'said\n'
     assert a.unwrap_model(trainer.model) is trainer.model
+    role, llama = Actor(tiny_causal_lm('gpt2')), tiny_causal_lm('llama')
+    assert a.unwrap_model(role) is role.model and a.unwrap_model(llama) is llama
     layer = torch.nn.Linear(2, 2)
     assert a.prepare(layer) is layer and a.prepare(layer, [1]) == (layer, [1])
     assert torch.equal(a.gather(torch.arange(3)), torch.arange(3))

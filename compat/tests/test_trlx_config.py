@@ -316,6 +316,17 @@ def test_a_pipeline_of_padded_ids_loses_its_padding():
     assert found == [[5, 6], [7], [1]]  # a row of padding becomes the begin token
 
 
+def test_a_mask_says_what_is_padding():
+    rows = [
+        {'input_ids': [0, 0, 5, 0], 'attention_mask': [0, 1, 1, 1]},  # the pad token is also the prompt's own
+        {'input_ids': torch.tensor([[7, 0]]), 'attention_mask': torch.tensor([[1, 0]]), 'label': 3},
+        {'input_ids': [0], 'attention_mask': [0]},
+    ]
+    found = prompts_of(rows, char_tokenizer())
+    assert [prompt.ids.tolist() for prompt in found] == [[0, 5, 0], [7], [1]]
+    assert found[1].columns == {'label': 3}
+
+
 def test_statistics_from_hand():
     ppo = settings.ppo_settings(default_ppo_config())
     metrics = {

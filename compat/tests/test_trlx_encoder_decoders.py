@@ -78,6 +78,9 @@ def test_sentiments_by_ppo_on_a_t5_with_hydra(trlx):
     after = AutoModelForSeq2SeqLM.from_pretrained('ckpts/checkpoint_4/hf_model')
     changed = {name for name, p in after.named_parameters() if not torch.equal(p, before[name])}
     assert changed and all(name.startswith(('decoder.block.2.', 'decoder.final_layer_norm')) for name in changed)
+    trainer.save_pretrained('saved', max_shard_size='1GB')
+    assert Path('saved', 'config.json').is_file()
+    assert (trainer.tokenizer.sep_token, trainer.tokenizer.padding_side) == ('<sep>', 'left')
     ids = trainer.tokenizer(REVIEWS[:2], padding=True, return_tensors='pt')
     drawn = trainer.generate(**ids)
     assert drawn.shape[0] == 2 and drawn[:, 0].tolist() == [0, 0] and drawn.shape[1] <= 1 + 6

@@ -22,6 +22,7 @@ SERVED: dict[str, str] = {
         f'{_HERE}.strategies',
         'NaiveStrategy DDPStrategy ColossalAIStrategy GeminiStrategy LowLevelZeroStrategy',
     ),
+    **at('trainer.strategies.naive', f'{_HERE}.strategies', 'NaiveStrategy'),
     **at('trainer.strategies.ddp', f'{_HERE}.strategies', 'DDPStrategy'),
     **at(
         'trainer.strategies.colossalai',
@@ -35,12 +36,7 @@ SERVED: dict[str, str] = {
     **at('models.lora', f'{_HERE}.models', 'LORA_MANAGER'),
     **at('models.base', f'{_HERE}.models', 'get_base_model'),
     **at('models models.base models.base.critic', f'{_HERE}.models', 'Critic'),
-    **{
-        name: f'{_HERE}.models:{target.partition(":")[2]}'
-        for name, target in colossalai.SERVED.items()
-        if target in [f'chatgpt.nn:{kind}Critic' for kind in ('GPT', 'OPT', 'BLOOM', 'Llama')]
-        and name.partition('.')[0] == 'models'
-    },
+    **at('models models.loss', f'{_HERE}.models', 'ValueLoss'),
     **at('models.chatglm models.chatglm.chatglm_actor', f'{_HERE}.models', 'ChatGLMActor'),
     **at('models.chatglm.chatglm_tokenizer', f'{_HERE}.models', 'ChatGLMTokenizer'),
     **at('models.roberta', f'{_HERE}.models', 'RoBERTaActor RoBERTaCritic RoBERTaRM'),

@@ -21,7 +21,7 @@ class SupervisedDataset(_Demonstrations):
     ) -> None:
         with open(data_path, encoding='utf-8') as file:
             rows = json.load(file)[:max_datasets_size]
-        pairs = ((_ALPACA['input' in row].format_map(row), row['output'] + tokenizer.eos_token) for row in rows)
+        pairs = ((_ALPACA[bool(row.get('input'))].format_map(row), row['output'] + tokenizer.eos_token) for row in rows)
         super().__init__(pairs, tokenizer, max_length)
 
 

@@ -1,4 +1,5 @@
-"""Models of `coati`, `generate` as a function, the manager of LoRA, and names that raise an error when called."""
+"""Models of `coati`, its value loss, `generate` as a function, the manager of LoRA, and names that raise an error when
+called."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 
 from chatgpt import nn as ours
+from chatgpt_compat.colossalai import losses
+from chatgpt_compat.colossalai.models import TakesBatch
 
 LORA_MANAGER = SimpleNamespace(merge_weights=False)
 """`merge_weights` has no effect: saved models have their adapters merged"""
 
 
-class _Masked:
+class _Masked(TakesBatch):
     """Accepts `use_action_mask`, which has no effect: a critic here returns the values of actions only."""
 
     def __init__(self, *arguments: Any, use_action_mask: bool = False, **options: Any) -> None:
@@ -44,6 +47,13 @@ class BLOOMCritic(_Masked, ours.BLOOMCritic): ...
 
 
 class LlamaCritic(_Masked, ours.LlamaCritic): ...
+
+
+class ValueLoss(losses.ValueLoss):
+    """`ValueLoss` with the ½ that it has from coati 0.3 on."""
+
+    def forward(self, values: Tensor, old_values: Tensor, reward: Tensor, action_mask: Tensor | None = None) -> Tensor:
+        return super().forward(values, old_values, reward, action_mask) / 2
 
 
 def get_base_model(model: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from chatgpt.strategies import Strategy
 from chatgpt.trainer import SFTTrainer as OurSFTTrainer
@@ -170,8 +171,11 @@ class SFTTrainer(_MadeByFit):
         self._made.fit()
 
 
+_LOADERS = ('train_dataloader', 'valid_dataloader', 'eval_dataloader')
+
+
 class RewardModelTrainer(_MadeByFit):
-    """The reward-model trainer, with data sets in the constructor or loaders in `fit`."""
+    """The reward-model trainer, with data sets in the constructor, or loaders there (after `loss_fn`) or in `fit`."""
 
     def __init__(
         self,
@@ -183,25 +187,43 @@ class RewardModelTrainer(_MadeByFit):
         **kw: Any,
     ) -> None:
         given = [item for item in positional if not hasattr(item, 'get_last_lr')]
+        if len(given) > 1 and isinstance(given[1], DataLoader):
+            kw |= dict(zip((*_LOADERS, 'max_epochs', 'callbacks'), given[1:], strict=False))
+            given = given[:1]
         self.model, self.strategy, self.optimizer = model, strategy, optim
+        self._loaders = {name: kw.pop(name, None) for name in _LOADERS}
         self._settings, self._given = kw, given
         if 'train_dataset' in kw or len(given) > 1:
             self._made = march.RewardModelTrainer(model, strategy, optim, *given, **kw)
 
     def fit(
-        self, train_dataloader: Any = None, eval_dataloader: Any = None, log_dir: Any = None, use_wandb: bool = False
+        self,
+        train_dataloader: Any = None,
+        *others: Any,
+        valid_dataloader: Any = None,
+        eval_dataloader: Any = None,
+        log_dir: Any = None,
+        use_wandb: bool = False,
     ) -> None:
+        """Trains. `others`: valid_dataloader, eval_dataloader, as in 0.3.1, or eval_dataloader, log_dir, use_wandb."""
         if self._made is None:
-            if train_dataloader is None:
-                raise ValueError('RewardModelTrainer needs train_dataset, or train_dataloader of fit')
+            *before, last = [None, None, *(loader for loader in others if isinstance(loader, DataLoader))]
+            given = (train_dataloader, valid_dataloader or before[-1], eval_dataloader or last)
+            named = zip(_LOADERS, given, strict=True)
+            loaders = {n: self._loaders[n] if loader is None else loader for n, loader in named}
+            train = loaders['train_dataloader']
+            if train is None:
+                raise ValueError(
+                    'RewardModelTrainer needs train_dataset, or train_dataloader, of the constructor or fit'
+                )
             loss = {'loss_fn': self._given[0]} if self._given else {}
+            datasets = {n.replace('loader', 'set'): x.dataset for n, x in loaders.items() if x is not None}
             self._made = march.RewardModelTrainer(
                 self.model,
                 self.strategy,
                 self.optimizer,
-                train_dataset=train_dataloader.dataset,
-                eval_dataset=None if eval_dataloader is None else eval_dataloader.dataset,
-                batch_size=train_dataloader.batch_size or 1,
+                **datasets,
+                batch_size=train.batch_size or 1,
                 **(self._settings | loss),
             )
         self._made.fit()

@@ -13,7 +13,19 @@ from torch import Tensor
 from chatgpt import nn as ours
 
 
-class _Generates:
+class TakesBatch:
+    """Refuses the padded ids of ColossalAI's models."""
+
+    def forward(self, batch: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(batch, Tensor):
+            raise ValueError(
+                f'{type(self).__name__}: ids of shape {tuple(batch.shape)} given; it takes a Batch, which '
+                'chatgpt.batching.collate makes of records (docs/design.md)'
+            )
+        return super().forward(batch, *arguments, **options)  # type: ignore[misc]
+
+
+class _Generates(TakesBatch):
     """Methods `generate` and `get_base_model` of actors."""
 
     model: Any

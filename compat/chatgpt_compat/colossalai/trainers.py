@@ -270,8 +270,8 @@ HOOKS = {
 class Callback(ours.Callback):
     """Base class of callbacks. Hooks may have ColossalAI's arguments, or this library's, which begin with the trainer.
 
-    `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end([metrics,] experience)` is the list of a
-    phase's `chatgpt.types.Experience` on this process.
+    `experience` of `on_make_experience_end(experience)` and `on_learn_batch_end([metrics,] experience)` is the list of
+    a phase's `chatgpt.types.Experience` on this process.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

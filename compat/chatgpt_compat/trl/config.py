@@ -8,6 +8,7 @@ value, and the trainer that is made decides which era's defaults apply.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -277,6 +278,14 @@ class _PPOTrainer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return load(_TRAINERS['second' if is_second(args, kwargs) else 'classic'])(*args, **kwargs)
+
+    def chosen(self, keywords: Sequence[str]) -> type | None:
+        """Returns the class of a call with these keywords; None if they do not tell."""
+        try:
+            era = 'second' if is_second((), dict.fromkeys(keywords)) else 'classic'
+        except ValueError:
+            return None
+        return load(_TRAINERS[era])
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (load(_TRAINERS['classic']),)

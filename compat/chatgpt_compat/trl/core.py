@@ -72,7 +72,8 @@ def padded(sequences: SequenceOf[Tensor], pad_id: int, *, on_left: bool) -> tupl
 @torch.no_grad()
 def generate_to_end(model: Any, queries: SequenceOf[Tensor], settings: Mapping[str, Any]) -> list[Tensor]:
     """Returns responses of a transformers model to queries (P,), by its `generate`, each up to and including its end
-    token; of an encoder-decoder they begin with the start token. `settings` are keywords of `generate`."""
+    token, or without padding; of an encoder-decoder they begin with the start token. `settings` are keywords of
+    `generate`."""
     decoder_only = not model.config.is_encoder_decoder
     ids, mask = padded(queries, settings.get('pad_token_id') or 0, on_left=decoder_only)
     was_training = model.training
@@ -80,10 +81,12 @@ def generate_to_end(model: Any, queries: SequenceOf[Tensor], settings: Mapping[s
     model.train(was_training)
     end = settings.get('eos_token_id', model.generation_config.eos_token_id)
     ends = torch.tensor([x for x in ([end] if isinstance(end, int) else end or []) if x >= 0], device=ids.device)
-    found = []
+    pad, found = settings.get('pad_token_id', model.generation_config.pad_token_id), []
     for row in out[:, ids.shape[1] :] if decoder_only else out:
         where = torch.isin(row, ends).nonzero().reshape(-1)
         where = where if decoder_only else where[where > 0]  # the start token may be an end token
+        if not len(where):  # a criterion may have stopped it
+            where = (row != pad).nonzero().reshape(-1)[-1:] if pad is not None else where
         found.append(row[: int(where[0]) + 1] if len(where) else row)
     return found
 

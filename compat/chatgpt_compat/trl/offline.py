@@ -189,6 +189,10 @@ class OfflineLaterTrainer(LaterTrainer):
         self._losses: list[tuple[int, float]] = []
         self.bridge.notify('on_init_end')
 
+    @classmethod
+    def keywords(cls) -> set[str]:
+        return super().keywords() | {f.name for f in dataclasses.fields(cls.CONFIG)}
+
     def check_arguments(self, args: Any) -> None:
         """Raises ValueError for values that the method does not support; may set an argument from its synonym."""
 
@@ -267,7 +271,7 @@ class OfflineLaterTrainer(LaterTrainer):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
     ) -> dict[str, float]:
         """Returns and logs the metrics over a dataset or a dict of datasets, as `<prefix>_<name>`.

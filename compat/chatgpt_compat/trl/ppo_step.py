@@ -50,6 +50,12 @@ _POSITIONS = 1024
 """tokens of a row for planning micro-batches, unless the model's context is shorter"""
 
 
+_WITHOUT_EFFECT = (
+    *('remove_padding', 'pad_to_multiple_of', 'synced_gpus'),
+    *('output_scores', 'return_dict_in_generate', 'output_logits'),
+)
+_OBJECTS = ('stopping_criteria', 'logits_processor', 'prefix_allowed_tokens_fn', 'streamer')
+"""arguments of `generate` with which transformers' own generates"""
 _OWN = 'of your own is {} of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
 _INNER = {
     'compute_rewards': 'give step the scores that you want paid, one per response or one per token',
@@ -274,7 +280,7 @@ class ClassicPPOTrainer:
         """Generates responses, int64 on the device: (1, L) for one query (P,), a list of (L,) for a list of queries.
 
         Defaults are those of transformers: greedy, 20 new tokens, and top_k=50 when sampling. `model.generate` runs
-        calls with settings that only it has (beams, penalties).
+        calls with settings or objects that only it has (beams, penalties, `stopping_criteria`, `logits_processor`).
 
         Args:
             length_sampler: returns the number of new tokens; called once per `batch_size` queries, as in TRL.
@@ -294,12 +300,16 @@ class ClassicPPOTrainer:
         if length_sampler is not None:
             drawn = [int(length_sampler()) for _ in range(0, len(queries), batch_size)]
             sampler = partial(next, iter([drawn[i // batch_size] for i in range(len(queries))]))
-        answers: Any = self.inner.generate(queries, length_sampler=sampler, **settings)
-        found = [answer.to(self.current_device) for answer in answers]
-        if self.is_encoder_decoder:
-            start = torch.tensor([start_token(self.model.config)], device=self.current_device)
-            found = [torch.cat([start, r]) for r in found]
-        elif return_prompt:
+        by_transformers = partial(self._by_transformers, queries, batch_size, drawn, generation_kwargs)
+        if any(generation_kwargs.get(name) is not None for name in _OBJECTS):
+            found = by_transformers(self.model.pretrained_model)
+        else:
+            answers: Any = self.inner.generate(queries, length_sampler=sampler, **settings)
+            found = [answer.to(self.current_device) for answer in answers]
+            if self.is_encoder_decoder:
+                start = torch.tensor([start_token(self.model.config)], device=self.current_device)
+                found = [torch.cat([start, r]) for r in found]
+        if return_prompt and not self.is_encoder_decoder:
             found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
         result = found[0][None] if single else found
         if not generate_ref_response:
@@ -308,23 +318,30 @@ class ClassicPPOTrainer:
             raise ValueError(
                 'generate_ref_response needs a ref_model: the reference of a model with adapters is not one'
             )
-        model = getattr(self.ref_model, 'pretrained_model', self.ref_model)
-        reference: list[Tensor] = []
-        for i in range(0, len(queries), batch_size):
-            more = generation_kwargs | ({'max_new_tokens': drawn[i // batch_size]} if drawn else {})
-            batch = [q.to(self.current_device) for q in queries[i : i + batch_size]]
-            reference += generate_to_end(model, batch, more)
+        reference = by_transformers(getattr(self.ref_model, 'pretrained_model', self.ref_model))
         if return_prompt and not self.is_encoder_decoder:
             reference = [torch.cat([q.to(r), r]) for q, r in zip(given, reference, strict=True)]
         return result, reference[0][None] if single else reference
 
+    def _by_transformers(
+        self, queries: list[Tensor], batch_size: int, drawn: list[int], settings: dict[str, Any], model: Any
+    ) -> list[Tensor]:
+        """Returns responses by a model's own `generate`; `drawn`: new tokens of each batch."""
+        settings = {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
+        found: list[Tensor] = []
+        for i in range(0, len(queries), batch_size):
+            more = settings | ({'max_new_tokens': drawn[i // batch_size]} if drawn else {})
+            batch = [q.to(self.current_device) for q in queries[i : i + batch_size]]
+            found += generate_to_end(model, batch, more)
+        return found
+
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Converts transformers' generation keywords to ours."""
-        given = dict(given)
-        for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
+        given = {name: value for name, value in given.items() if name not in _OBJECTS}
+        for name in _WITHOUT_EFFECT[:3]:
             if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
-        for name in ('output_scores', 'return_dict_in_generate', 'output_logits'):
+        for name in _WITHOUT_EFFECT[3:]:
             if given.pop(name, None):
                 warnings.warn(f'generate: {name} has no effect here: responses are tensors of ids', stacklevel=3)
         own = self.model.pretrained_model.generation_config

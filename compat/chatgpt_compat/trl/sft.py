@@ -13,6 +13,7 @@ from chatgpt.data import load_demonstrations, pack
 from chatgpt.nn import Actor, is_encoder_decoder
 from chatgpt.types import Sequence
 from chatgpt_compat.peft import adapted
+from chatgpt_compat.records import all_but_first
 from chatgpt_compat.trl.arguments import refused, warned
 from chatgpt_compat.trl.offline import UNSUPPORTED, OfflineArguments, OfflineLaterTrainer, is_real
 from chatgpt_compat.trl.training import causal_lm, max_length_of
@@ -196,5 +197,4 @@ def _counted(ids: torch.Tensor, mask: torch.Tensor | None = None) -> Sequence:
     """Returns a record in which tokens with a mask of True count, without a mask all; the first never counts."""
     if len(ids) < 2:
         raise ValueError(f'SFTTrainer: a row of {len(ids)} tokens has nothing to learn; leave it out')
-    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else mask
-    return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask[1:].clone())
+    return all_but_first(ids, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -202,8 +203,8 @@ _CLEARS = {'on_evaluate': 'should_evaluate', 'on_save': 'should_save'}
 
 
 class Bridge(Callback):
-    """Calls the script's Hugging Face callbacks and the trainer's hooks from our hooks. Evaluates and saves at the end of
-    a learning phase in which a callback has asked for it."""
+    """Calls the script's Hugging Face callbacks and the trainer's hooks from our hooks. Evaluates and saves at the end
+    of a learning phase in which a callback has asked for it."""
 
     order: ClassVar[int] = -5
 
@@ -248,10 +249,10 @@ class Bridge(Callback):
         self.owner.after_batch(metrics)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        owner = self.owner
+        owner: Any = self.owner
         owner.after_phase(metrics)
-        if owner.control.should_evaluate and getattr(owner, 'eval_dataset', None) is not None:
-            metrics.update(owner.evaluate() or {})
+        if owner.control.should_evaluate and owner.eval_dataset is not None and hasattr(owner, 'evaluate'):
+            metrics.update(owner.evaluate())
         owner.control.should_evaluate = False
         if owner.control.should_save:  # a checkpoint lies between learning phases
             owner.inner.save_checkpoint()
@@ -303,6 +304,13 @@ class LaterTrainer(ABC):
         if args.push_to_hub:
             strategy.run_on_rank0(lambda: check_push(self.hub_model_id, token=args.hub_token))
 
+    @classmethod
+    def keywords(cls) -> set[str]:
+        """Returns the keywords of the constructor, with those that it passes on."""
+        makers = [vars(c)['__init__'] for c in cls.__mro__ if issubclass(c, LaterTrainer) and '__init__' in vars(c)]
+        taken = [p for maker in makers[:-1] for p in inspect.signature(maker).parameters.values()]
+        return {p.name for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {'self'}
+
     # ------------------------------------------------------------------ for scripts
 
     @property
@@ -327,10 +335,6 @@ class LaterTrainer(ABC):
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Does nothing: `save_model` writes the card of a whole model."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Returns metrics over `eval_dataset`; {} for a trainer without a loss on given data."""
-        return {}
 
     def is_world_process_zero(self) -> bool:
         return self.strategy.is_rank_0

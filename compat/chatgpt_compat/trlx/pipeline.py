@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from chatgpt.data import Demonstration, TokenizerOptions, tokenize_demonstration
 from chatgpt.types import Prompt, Sequence
+from chatgpt_compat.records import all_but_first
 from chatgpt_compat.trlx.config import Register
 
 _PIPELINES = Register('pipelines')
@@ -125,20 +126,23 @@ def prompts_of(pipeline: Any, tokenizer: Any) -> list[Prompt]:
 
 
 def _prompt(item: Any, tokenizer: Any) -> Prompt:
-    columns: dict[str, Any] = {}
+    columns, mask = dict[str, Any](), None
     if isinstance(item, PromptElement):
         item = item.tokens if item.tokens is not None else item.text
     if isinstance(item, Mapping):
         hidden = ('input_ids', 'attention_mask', 'prompt', 'token_type_ids')
         columns = {name: value for name, value in item.items() if name not in hidden}
+        mask = item.get('attention_mask') if 'input_ids' in item else None
         item = item['input_ids'] if 'input_ids' in item else item['prompt']
     if isinstance(item, str):
         item = tokenizer(item, add_special_tokens=False)['input_ids']
     ids = torch.as_tensor(item, dtype=torch.int64).flatten()
-    real = (ids != tokenizer.pad_token_id).nonzero().flatten()  # drops pad tokens at both ends
-    return Prompt(
-        ids=ids[real[0] : real[-1] + 1] if len(real) else torch.tensor([begin_id(tokenizer)]), columns=columns
-    )
+    if mask is not None:
+        ids = ids[torch.as_tensor(mask).flatten().bool()]
+    else:
+        real = (ids != tokenizer.pad_token_id).nonzero().flatten()  # drops pad tokens at both ends
+        ids = ids[real[0] : real[-1] + 1] if len(real) else ids[:0]
+    return Prompt(ids=ids if len(ids) else torch.tensor([begin_id(tokenizer)]), columns=columns)
 
 
 def begin_id(tokenizer: Any) -> int:
@@ -193,7 +197,7 @@ def text_sequence(text: str, tokenizer: Any, max_length: int) -> Sequence:
     ids = torch.tensor(_ids(text, tokenizer, max_length))
     if len(ids) < 2:
         raise ValueError(f'the sample {text!r} has {len(ids)} tokens; a text to learn needs two')
-    return Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(len(ids) - 1, dtype=torch.bool))
+    return all_but_first(ids)
 
 
 def _ids(text: str, tokenizer: Any, max_length: int | None = None) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from chatgpt.data import PromptSet
 from chatgpt.trainer import RFTConfig, RFTTrainer
 from chatgpt.types import Sample, Sequence
+from chatgpt_compat.records import all_but_first
 from chatgpt_compat.trlx import settings
 from chatgpt_compat.trlx.pipeline import prompts_of
 from chatgpt_compat.trlx.rewards import RewardFunction
@@ -68,18 +69,10 @@ class GrowingRFT(RFTTrainer):
             'scores_mean': mean,
             'len_samples_selected': float(len(texts)),
         }
-        return [whole(ids) for ids in texts] or list(self.train_data or ())
+        return [all_but_first(torch.tensor(ids)) for ids in texts] or list(self.train_data or ())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         raise ValueError('trlx: a run of AccelerateRFTTrainer cannot resume: a checkpoint has no samples; start again')
-
-
-def whole(ids: SequenceOf[int]) -> Sequence:
-    """Returns a sequence in which every token except the first is learned."""
-    tokens = torch.tensor(ids)
-    return Sequence(
-        prompt_ids=tokens[:1], response_ids=tokens[1:], response_mask=torch.ones(len(tokens) - 1, dtype=torch.bool)
-    )
 
 
 @register_trainer

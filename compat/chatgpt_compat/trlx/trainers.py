@@ -108,7 +108,9 @@ class AccelerateRLTrainer(ABC):
             extra = section.tokenizer_extra_configs if section is not None else {}
             path = AutoTokenizer.from_pretrained(path, **extra)
         if section is not None:
-            path.truncation_side = section.truncation_side
+            path.padding_side, path.truncation_side = section.padding_side, section.truncation_side
+        if separator := settings.separator(self.config):
+            path.sep_token = separator
         if path.pad_token is None:
             path.pad_token = path.eos_token
         note_model(path, SimpleNamespace(is_encoder_decoder=settings.is_seq2seq(self.config)))
@@ -318,8 +320,8 @@ class AccelerateRLTrainer(ABC):
 
     # The default directories are hf_model and checkpoint in `checkpoint_dir`.
 
-    def save_pretrained(self, directory: str | Path | None = None) -> None:
-        """Writes a Hugging Face folder of the trained model and its tokenizer."""
+    def save_pretrained(self, directory: str | Path | None = None, **_: Any) -> None:
+        """Writes a Hugging Face folder of the trained model and its tokenizer; keywords have no effect."""
         self.trainer.save_pretrained(directory or Path(self.config.train.checkpoint_dir, 'hf_model'))
 
     def save(self, directory: str | Path | None = None) -> None:
