@@ -240,10 +240,11 @@ def prompt_ids(
 
 
 def digest_of(sequences: Iterable[Sequence]) -> str:
-    """Returns a hash of the ids of sequences, by which a resume detects changed data."""
+    """Returns a hash of the ids and masks of sequences, without labels, by which a resume detects changed data."""
     digest = hashlib.sha256()
     for s in sequences:
-        digest.update(s.prompt_ids.numpy().tobytes() + b'|' + s.response_ids.numpy().tobytes() + b'|')
+        for tensor in (s.prompt_ids, s.response_ids, s.response_mask):
+            digest.update(tensor.cpu().numpy().tobytes() + b'|')
     return digest.hexdigest()[:16]
 
 

@@ -107,15 +107,20 @@ class Critic(Role):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, **options: Any) -> Critic:
-        """Loads a folder as `Role.from_pretrained`, that of a reward model as `from_reward_model`."""
-        from chatgpt.nn.reward_model import RewardModel, is_scorer
+        """Loads a folder as `Role.from_pretrained`, that of a reward model with a head as `from_reward_model`."""
+        from chatgpt.nn.reward_model import RewardModel, is_scorer, scores_one
 
         hub = {name: value for name, value in options.items() if name in (*HUB_OPTIONS, 'trust_remote_code')}
-        if value_head is not None or not is_scorer(folder, load_config(folder, **hub)):
-            return super().from_pretrained(folder, value_head=value_head, **options)  # type: ignore[no-any-return]
-        own = {name: options.pop(name) for name in cls.build_options if name in options}
-        scorer = RewardModel.from_pretrained(folder, **options)
-        return cls.from_reward_model(scorer, own.pop('lora_rank', 0), **own)
+        config = load_config(folder, **hub)
+        if value_head is None and is_scorer(folder, config) and scores_one(config):
+            if (check := getattr(cls, 'check_family', None)) is not None:
+                check(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
+            own = {name: options.pop(name) for name in cls.build_options if name in options}
+            scorer = RewardModel.from_pretrained(folder, **options)
+            if scorer.value_head is not None:
+                return cls.from_reward_model(scorer, own.pop('lora_rank', 0), **own)
+            options |= own
+        return super().from_pretrained(folder, value_head=value_head, **options)  # type: ignore[no-any-return]
 
     @classmethod
     def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:

@@ -69,7 +69,9 @@ class _Family(Role):
 
     @classmethod
     def _load(cls, pretrained: Any = None, config: Any = None, **options: Any) -> Any:
-        config = cls.check_family(pretrained, config, {k: v for k, v in options.items() if k != 'checkpoint'})
+        config = cls.check_family(
+            pretrained, config, {k: v for k, v in options.items() if k not in ('checkpoint', 'head')}
+        )
         return super()._load(pretrained, config, **options)
 
 

@@ -478,7 +478,11 @@ def _valid(config: GenerationConfig | None) -> GenerationConfig | None:
             config.validate(strict=True)
     except ValueError:
         valid = copy.deepcopy(config)
-        valid.do_sample = True  # type: ignore[union-attr]
+        if valid.do_sample is False:  # type: ignore[union-attr]
+            for name in ('temperature', 'top_p', 'top_k', 'min_p', 'typical_p'):  # which have no effect
+                setattr(valid, name, None)
+        else:
+            valid.do_sample = True  # type: ignore[union-attr]
         return valid
     return config
 

@@ -85,6 +85,8 @@ def export_peft(
     layers = lora_layers(model)
     if not layers:
         raise ValueError(f'export_peft: {type(module).__name__} has no adapters; call convert_to_lora first')
+    if base_model is None:
+        _check_base(model)
     if path.exists() and not path.is_dir():
         raise ValueError(f'export_peft: {path} is a file; give a folder')
     first = next(iter(layers.values()))
@@ -131,17 +133,21 @@ _MAMBA = ('falcon_h1', 'mamba', 'mamba2', 'falcon_mamba', 'nemotron_h')
 def check_export(module: nn.Module) -> None:
     """Raises ValueError for an adapter that `export_peft` cannot write, to call before training."""
     model = _hf_model(module)
+    _check_base(model)
     _names_for_peft(model, lora_layers(model))
 
 
-def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
-    """Maps names of trained parameters in the model to those in an adapter's file. Raises ValueError if peft does not
-    adapt a layer, or looks it up under another name."""
+def _check_base(model: nn.Module) -> None:
     if getattr(getattr(model, 'weights_source', None), 'adapter', None) is not None:
         raise ValueError(
             'export_peft: the model began with another adapter folded into its base, which the new one would leave '
             'out; save it whole, or write the folded base with save_pretrained and train an adapter on that folder'
         )
+
+
+def _names_for_peft(model: nn.Module, layers: Iterable[str]) -> dict[str, str]:
+    """Maps names of trained parameters in the model to those in an adapter's file. Raises ValueError if peft does not
+    adapt a layer, or looks it up under another name."""
     kind = getattr(getattr(model, 'config', None), 'model_type', None)
     refused = [name for name in layers if name.rpartition('.')[2] in _NOT_IN_MAMBA]
     if kind in _MAMBA and refused:

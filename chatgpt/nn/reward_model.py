@@ -245,8 +245,16 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, head: bool 
 
 def is_scorer(source: str | Path, config: Any) -> bool:
     """Returns True if a folder or hub name, with this config, holds a reward model: a sequence classifier, or a model
-    with `score_bias` and a head."""
-    return _classifies(config) or (hasattr(config, BIAS_KEY) and stored_file(source, HEAD_FILE) is not None)
+    with `score_bias` and a head. Not for an adapter with its own head, which computes the value or the score alone."""
+    own_head = stored_file(source, HEAD_FILE) is not None
+    if own_head and adapter_base(source) is not None:
+        return False
+    return _classifies(config) or (hasattr(config, BIAS_KEY) and own_head)
+
+
+def scores_one(config: Any) -> bool:
+    """Returns False for a classifier of several classes."""
+    return not _classifies(config) or config.num_labels in (1, 2)
 
 
 def _classifies(config: Any) -> bool:

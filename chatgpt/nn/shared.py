@@ -123,7 +123,8 @@ class SharedTrunk:
         adapter: str | os.PathLike[str] | None = None,
         lora_options: Mapping[str, Any] | None = None,
     ) -> Any:
-        role = kind(self._view(), lora_rank=0 if adapter else lora_rank, lora_options=lora_options, **own)
+        taken = {} if adapter else {'lora_rank': lora_rank, 'lora_options': lora_options}
+        role = kind(self._view(), **taken, **own)
         if adapter is not None:
             import_peft(role, adapter)
         return role

@@ -187,7 +187,7 @@ class VLLMEngine(BaseVLLMEngine):
         from vllm.lora.request import LoRARequest
 
         folder = tempfile.TemporaryDirectory(prefix='chatgpt_vllm_')
-        export_peft(model, folder.name)
+        export_peft(model, folder.name, base_model=str(self.settings['model']))  # vLLM has the folded base
         engine, before = self.llm.llm_engine, self.adapter
         if before is not None:
             engine.remove_lora(before.lora_int_id)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from chatgpt.data.formats import note_model
 from chatgpt.monitor.publish import NUM_SAMPLES
 from chatgpt.strategies.base import Strategy
-from chatgpt.strategies.checkpoint import CheckpointError, claim_folder
+from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, claim_folder
 from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.callbacks import Callback, CallbackList
@@ -260,6 +260,7 @@ class Trainer:
         self.load_state_dict(state)
         self.is_resuming = False
         if self.steps.done != steps:
+            self.phase_score = None  # of other weights
             return False
         checkpointing.set_generator_states(generators)
         return True
@@ -353,7 +354,9 @@ class Trainer:
                 yield
                 self._signals.agree(self.strategy)
                 if self._signals.received is not None and self.run_dir is not None:
-                    path = self.save_checkpoint()
+                    standing = self.standing_checkpoint()  # one of an interrupted phase has no name of a phase
+                    is_cut = standing is not None and standing.name == CUT_SHORT
+                    path = standing if standing is not None and is_cut else self.save_checkpoint()
                     if self.strategy.is_rank_0:
                         print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
                 self.callbacks.on_fit_end(self)

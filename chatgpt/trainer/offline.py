@@ -269,12 +269,10 @@ class OfflineTrainer(Trainer):
         `batches_done` counts every step. A phase that only lacks its report counts as done."""
         if not self.resumes_any_step:
             return super().put_back()
-        if (
-            self._clean is not None
-            and self.steps.done != self._clean[1]
-            and (self.batches_done % self.config.log_interval == 0 or self.batches_done == self._last_batch)
-        ):
-            self.phase += 1
+        if self._clean is not None and self.steps.done != self._clean[1]:
+            self.phase_score = None  # of the weights at the end of the phase
+            if self.batches_done % self.config.log_interval == 0 or self.batches_done == self._last_batch:
+                self.phase += 1
         return True
 
     def fit(self) -> None:

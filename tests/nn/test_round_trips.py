@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from chatgpt.batching import collate
-from chatgpt.nn import Actor, AutoActor, AutoRM, Critic, RewardModel, mlp_head
+from chatgpt.nn import Actor, AutoActor, AutoRM, Critic, GPTCritic, RewardModel, mlp_head
 from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.hydra import freeze_below
 from chatgpt.nn.lora import lora_layers
@@ -70,12 +70,15 @@ def test_an_adapter_on_a_folded_adapter_is_not_written_without_the_first(tmp_pat
 def test_sampling_settings_without_do_sample_do_not_stop_a_save(tmp_path: Path):
     """As in the generation configs of many published models."""
     model = tiny_causal_lm('gpt2')
-    model.generation_config.do_sample, model.generation_config.temperature = False, 0.6
-    model.generation_config.top_p = 0.9
+    model.generation_config.temperature, model.generation_config.top_p = 0.6, 0.9
+    model.generation_config.do_sample = None  # as read from a file without it
     Actor(model).save_pretrained(tmp_path)
-    assert model.generation_config.do_sample is False  # the model in memory is as before
+    assert model.generation_config.do_sample is None  # the model in memory is as before
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (found.generation_config.temperature, found.generation_config.top_p) == (0.6, 0.9)
+    model.generation_config.do_sample = False  # greedy, and so it stays
+    Actor(model).save_pretrained(tmp_path)
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.do_sample
 
 
 def test_the_shift_of_a_calibrated_reward_model_is_subtracted_once_from_an_adapter_of_it(tmp_path: Path):
@@ -113,9 +116,20 @@ def test_a_head_of_ones_own_is_given_again_to_load_it(tmp_path: Path):
     again = RewardModel.from_pretrained(tmp_path, value_head=deepcopy(model.value_head))
     again.calibrate(0.5)
     torch.testing.assert_close(scores(again), scores(model))
-    want = [float(s) for s in scores(model)]
-    values = scores(Critic.from_reward_model(model))
-    assert float(values[-1]) != 0 and len(values) > len(want)
+    critic, states = Critic.from_reward_model(model), torch.randn(3, 16)
+    torch.testing.assert_close(critic.value_head(states), model.value_head(states) - 0.5)
+
+
+def test_a_critic_takes_classifiers_that_are_no_reward_models_and_checks_the_family(tmp_path: Path):
+    settings = SIZES | {'num_labels': 5}
+    for name, kind in (('many', 'gpt2'), ('whole', 'deberta-v2')):
+        config = transformers.AutoConfig.for_model(kind, **settings | {'num_labels': 5 if name == 'many' else 1})
+        transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / name)
+        assert Critic.from_pretrained(tmp_path / name).value_head is not None  # a new head
+    config = transformers.AutoConfig.for_model('llama', **SIZES | {'num_labels': 1})
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / 'llama')
+    with pytest.raises(ValueError, match='llama'):
+        GPTCritic.from_pretrained(tmp_path / 'llama')
 
 
 def test_a_whole_model_replaces_an_adapter_in_its_folder(tmp_path: Path):

@@ -67,6 +67,14 @@ def test_roles_compute_what_separate_models_compute(family):
     torch.testing.assert_close(reference, Actor(model)(batch()).logprobs, rtol=0, atol=0)
 
 
+def test_an_adapter_takes_the_place_of_the_settings_of_a_new_one(tmp_path):
+    trunk = SharedTrunk(tiny_causal_lm('gpt2'))
+    actor = adapted(trunk.actor(4), 1)
+    export_peft(actor, tmp_path)
+    again = trunk.actor(2, adapter=tmp_path, lora_options={'alpha': 3})
+    torch.testing.assert_close(again(batch()).logprobs, actor(batch()).logprobs)
+
+
 def test_a_reward_model_does_not_take_an_adapter_without_a_head(tmp_path):
     trunk = SharedTrunk(tiny_causal_lm('gpt2'))
     export_peft(adapted(trunk.critic(4), 1), tmp_path)

@@ -11,6 +11,7 @@ import torch
 from byte_runs import byte_trainer as trainer
 
 from chatgpt.monitor.run_folder import JsonLines, RunFolder, RunRecord, read_jsonl
+from chatgpt.monitor.run_folder.record import without_secrets
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback, Doctor, Evaluator, RolloutRecorder, SampleTable, WriteReport
@@ -192,6 +193,11 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
     [failures] = run_distributed(_fill, 1, str(tmp_path / 'a.jsonl'))
     assert len(failures) == 1
     assert read_jsonl(tmp_path / 'a.jsonl') == [{'step': 1}, {'step': 2, 'text': 'xxx'}]
+
+
+@pytest.mark.parametrize('value', ['["k1", "k2"]', '{"id": "k1", "x": "k2"}', 'k1 k2', '"k1\\"k2"', "'k1, k2'"])
+def test_a_secret_of_a_dictionary_is_hidden_whole(value):
+    assert without_secrets(f'{{"api_keys": {value}, "turns": 3}}') == '{"api_keys": ***, "turns": 3}'
 
 
 def test_a_config_that_is_no_yaml_is_named(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class RaiseAt(Callback):
             self.left -= 1
             if self.left < 0:
                 raise Broken('in a batch')
+
+
+class Signalled(Callback):
+    def on_fit_start(self, trainer: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def broken(error: type[Exception] = Broken, **settings: Any) -> Any:
@@ -387,6 +393,12 @@ def test_the_best_checkpoint_is_not_replaced_by_a_later_state_of_its_phase(tmp_p
     assert score_of(best) == pytest.approx(-straight.log.phases[0]['sft/loss'])
     text = capsys.readouterr().err
     assert f'kept in {cut}: continue with --resume {cut}; the last whole phase is in {best}' in text
+    assert score_of(cut) is None  # the weights are others
+    signalled = sft('broken', Signalled())
+    signalled.load_checkpoint(cut)
+    with pytest.raises(SystemExit):
+        signalled.fit()  # ends before its first phase
+    assert saved(tmp_path / 'broken') == ['cut-short', 'step-00000001'] and score_of(best) is not None
     assert again.load_checkpoint(cut) and again.batches_done == 5
     again.fit()
     assert torch.equal(weights(straight), weights(again))

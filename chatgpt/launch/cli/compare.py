@@ -88,7 +88,10 @@ def export(args: Any) -> None:
             raise ValueError(f'{args.db} has no pair on which people prefer one answer: {num_left} were judged')
         text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
         try:
-            write_text_atomically(Path(args.export), text)
+            if Path(args.export).is_symlink() or (Path(args.export).exists() and not Path(args.export).is_file()):
+                Path(args.export).write_text(text, encoding='utf-8')  # such as /dev/stdout, which stays what it is
+            else:
+                write_text_atomically(Path(args.export), text)
         except OSError as error:
             raise ValueError(f'cannot write --export {args.export}: {error.strerror}') from None
         note = [f'{args.export}: {len(rows)} preferences; {num_left} judged pairs without a majority or an answer left']

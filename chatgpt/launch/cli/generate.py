@@ -310,7 +310,7 @@ def read_prompts(source: str, tokenizer: Any, *, data: bool = False) -> Any:
     from chatgpt.data import load_prompts
     from chatgpt.data.reading import SUFFIXES, BadRecordError, suffix_of, without_remedy
 
-    is_file = data or suffix_of(source) in SUFFIXES or os.path.exists(source)
+    is_file = data or suffix_of(source) in SUFFIXES or os.path.isfile(source)
     try:
         return load_prompts(source if is_file else [{'prompt': source}], tokenizer)
     except BadRecordError as error:

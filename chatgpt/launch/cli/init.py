@@ -53,8 +53,9 @@ def main() -> None:
     start = f'{command} {shlex.quote(method)} --config_file {name}.yaml'
     files = {f'{name}.yaml': config_text(args.method, own, start), **files}
     for file, text in files.items():
-        if (folder / file).exists() and (folder / file).read_text() != text:
-            raise ValueError(f'{folder / file} is there already: give another folder with --to, or remove it')
+        path = folder / file
+        if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):
+            raise ValueError(f'{path} is there already: give another folder with --to, or remove it')
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

@@ -442,8 +442,11 @@ def schedule_ends_early(h: History) -> Seen | None:
     )
 
 
-HIGHER = re.compile(r'(?<![a-z])(score|reward|accuracy|win|optimality|truth|true|correct|pass|success)(?![a-z])')
-LOWER = re.compile(r'(?<![a-z])(loss|perplexity|error|failed)(?![a-z])')
+HIGHER = re.compile(
+    r'(?<![a-z])(scores?|rewards?|accurac(y|ies)|win(s|rate)?|optimality|truth(ful\w*)?|true|correct(ness)?|pass(ed)?|'
+    r'success)(?![a-z])'
+)
+LOWER = re.compile(r'(?<![a-z])(loss(es)?|perplexity|errors?|failed)(?![a-z])')
 NO_GOALS = ('_std', '_min', '_max', '_best')
 
 

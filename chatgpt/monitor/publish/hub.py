@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +17,7 @@ from chatgpt.monitor.publish.card import CARD, is_ours, set_name
 
 TIMEOUT_S = 10.0
 """time limit of a request"""
-REPLACED = ['*.safetensors', '*.safetensors.index.json', 'pytorch_model*', 'adapter_config.json']
+REPLACED = ['*.safetensors', '*.safetensors.index.json', 'pytorch_model*', 'adapter_config.json', 'adapter_model.bin']
 """files of an earlier upload that are removed: loading would take them for parts of this model"""
 
 
@@ -108,13 +109,15 @@ def push_folder(
         branch = quote(revision or 'main', safe='')
         there = _get(f'{api.endpoint}/{repo.repo_id}/resolve/{branch}/{CARD}', token)
         is_theirs = there.status_code == 200 and bool(there.text.strip()) and not is_ours(there.text)
+        there_now = api.list_repo_files(repo.repo_id, revision=revision)
+        old = [name for name in there_now if '/' not in name and any(fnmatch(name, p) for p in REPLACED)]
         api.upload_folder(
             repo_id=repo.repo_id,
             folder_path=folder,
             commit_message=commit_message or 'Upload a model trained with chatgpt-rlhf',
             revision=revision,
             ignore_patterns=[CARD] if is_theirs else None,
-            delete_patterns=REPLACED,
+            delete_patterns=old or None,
         )
     except Exception as error:  # the HTTP library, and so its errors, depend on the version
         words = ['hf', 'upload', repo_id, str(folder), '.', *(['--private'] if private else [])]

@@ -80,7 +80,7 @@ class RunFolder:
         try:
             found = yaml.safe_load(path.read_text()) if path.is_file() else None
         except yaml.YAMLError as error:
-            raise ValueError(f'{path} is not YAML: {error}') from None
+            raise ValueError(f'{path} is not YAML: {" ".join(str(error).split())}') from None
         return found if isinstance(found, dict) else {}
 
     @property

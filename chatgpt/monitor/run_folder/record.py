@@ -22,7 +22,8 @@ SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\
 """names of what is not written down"""
 SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
 """a token of the hub; user and password in an address"""
-SECRET_ITEM = re.compile(rf'(["\']?\w*{SECRET.pattern}["\']?\s*:\s*)("[^"]*"|\'[^\']*\'|[^,}}\s]+)', re.IGNORECASE)
+_VALUE = r'\[[^\]]*\]|\{[^}]*\}|"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|[^,}]+'
+SECRET_ITEM = re.compile(rf'(["\']?\w*{SECRET.pattern}["\']?\s*:\s*)({_VALUE})', re.IGNORECASE)
 """of a dictionary in YAML or JSON"""
 
 

@@ -306,7 +306,7 @@ def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
     """Returns the metric, or None for one of evaluations or of docs/metrics.md that this phase did not measure.
 
     Raises:
-        ValueError: an unknown name, or a metric of another method; lists the nearest.
+        ValueError: an unknown name, or a metric of a method with names of its own; lists the nearest.
     """
     from chatgpt.monitor.report.page import meanings  # reads a file
 
