@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn.heads import critic_head, head_outputs
-from chatgpt.nn.loading import HUB_OPTIONS, Role, add_lora, load_base_model, load_config, trunk_of
+from chatgpt.nn.loading import Role, add_lora, hub_options, load_base_model, load_config, trunk_of
 from chatgpt.nn.packing import check_batch_independence, enable_packing, flat_hidden, of_all_actions, own_actions
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead, use_fused_gelu
 from chatgpt.types import Batch
@@ -110,12 +110,12 @@ class Critic(Role):
         """Loads a folder as `Role.from_pretrained`, that of a reward model with a head as `from_reward_model`."""
         from chatgpt.nn.reward_model import RewardModel, is_scorer, scores_one
 
-        hub = {name: value for name, value in options.items() if name in (*HUB_OPTIONS, 'trust_remote_code')}
-        config = load_config(folder, **hub)
-        if value_head is None and is_scorer(folder, config) and scores_one(config):
+        hub = hub_options(options)
+        config = load_config(folder, trust_remote_code=options.get('trust_remote_code', False), **hub)
+        if value_head is None and is_scorer(folder, config, **hub) and scores_one(config):
+            own = {name: options.pop(name) for name in cls.build_options if name in options}
             if (check := getattr(cls, 'check_family', None)) is not None:
                 check(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
-            own = {name: options.pop(name) for name in cls.build_options if name in options}
             scorer = RewardModel.from_pretrained(folder, **options)
             if scorer.value_head is not None:
                 return cls.from_reward_model(scorer, own.pop('lora_rank', 0), **own)

@@ -243,10 +243,10 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, head: bool 
     return ScorerParts(base, _single_output(score, classifier.weights_source), bias)
 
 
-def is_scorer(source: str | Path, config: Any) -> bool:
+def is_scorer(source: str | Path, config: Any, **hub: Any) -> bool:
     """Returns True if a folder or hub name, with this config, holds a reward model: a sequence classifier, or a model
     with `score_bias` and a head. Not for an adapter with its own head, which computes the value or the score alone."""
-    own_head = stored_file(source, HEAD_FILE) is not None
+    own_head = stored_file(source, HEAD_FILE, **hub) is not None
     if own_head and adapter_base(source) is not None:
         return False
     return _classifies(config) or (hasattr(config, BIAS_KEY) and own_head)

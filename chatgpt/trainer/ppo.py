@@ -330,9 +330,11 @@ class PPOTrainer(Stepwise):
         metrics."""
         self.check_ranks('before learning')
         experiences, phase, counts = list(self.buffer), PhaseMetrics(), {'skipped_batches': 0, 'early_stopped': 0}
-        self.buffer.clear()  # nothing is learned twice where a caller goes on after an exception
-        with self.clock.measure('learn'):
-            num_learned = sum(self._run(passes, phase, counts) for passes in self.passes(experiences))
+        try:
+            with self.clock.measure('learn'):
+                num_learned = sum(self._run(passes, phase, counts) for passes in self.passes(experiences))
+        finally:
+            self.buffer.clear()  # nothing is learned twice where a caller goes on after an exception
         learned = phase.result('ppo') | {f'ppo/{name}': float(count) for name, count in counts.items()}
         return self._end(experiences, learned, num_learned)
 
