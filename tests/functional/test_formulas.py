@@ -447,3 +447,10 @@ def test_policy_stats_add_up_over_micro_batches():
 def test_wrong_settings_of_losses_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(tensor(0.0), bools(1), torch.tensor([0]))
+
+
+def test_an_adaptive_kl_coefficient_stays_positive():
+    """With more than 5 horizons of samples the published factor would be negative."""
+    controller = ppo.AdaptiveKLController(0.5, target=6.0, horizon=10.0)
+    controller.update(0.0, 1000)
+    assert controller.value == pytest.approx(0.05)

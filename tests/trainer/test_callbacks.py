@@ -6,14 +6,17 @@ import inspect
 import json
 import math
 import os
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from fake_trainer import FakeTrainer, experience
+from ppo_on_ids import make, prompts
 
 from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.callbacks.jsonl import json_safe
+from chatgpt.trainer.callbacks.trackers import Tracker
 
 
 class Recorder(cb.Callback):
@@ -271,3 +274,45 @@ def test_a_critic_with_passes_of_its_own_counts_apart():
     together = evaluator.phase_flop(records, passes=2.0)['learn']
     assert evaluator.phase_flop(records, passes=2.0, critic_passes=2.0)['learn'] == together == 2 * 6 * 130 * 16
     assert evaluator.phase_flop(records, passes=2.0, critic_passes=3.0)['learn'] == (2 * 100 + 3 * 30) * 6 * 16
+
+
+def test_learning_is_counted_by_the_batches_that_ran():
+    """Tokens, and FLOP of a critic with passes of its own, which learn as much as passes together."""
+
+    def learned(**settings: Any) -> tuple[float, float]:
+        trainer = make(callbacks=[cb.PerformanceEvaluator(10**6, 10**6, 0, 0)], max_epochs=1, **settings)
+        metrics = first_phase(trainer)
+        return tuple(
+            metrics[f'perf/{name}'] * metrics['perf/learn_s'] for name in ('learn_tokens_per_s', 'learn_tflops')
+        )
+
+    together, apart, sampled = learned(), learned(critic_epochs=1), learned(sample_replay_buffer=True)
+    assert apart[1] == pytest.approx(together[1], rel=1e-3)
+    assert apart[0] == pytest.approx(2 * together[0], rel=1e-3)  # each model reads every token
+    assert sampled[0] < 0.9 * together[0]  # one of two batches
+
+
+def first_phase(trainer: Any) -> dict[str, float]:
+    trainer.set_prompts(prompts())
+    with pytest.raises(ValueError, match='there is none: give num_timesteps'):
+        trainer.collect()
+    trainer.collect(1)
+    return trainer.learn()
+
+
+def test_a_tracker_logs_phases_without_a_fit(tmp_path):
+    class Mine(Tracker):
+        logged: ClassVar[list[Any]] = []
+
+        def start(self, trainer: Any, run_id: str | None) -> Any:
+            self.logged.append('start')
+            return self, None
+
+        def log(self, metrics: Any, rows: Any, step: int) -> None:
+            self.logged.append(step)
+
+        def finish(self, *, failed: bool) -> None:
+            self.logged.append('end')
+
+    first_phase(make(callbacks=[Mine()]))
+    assert Mine.logged == ['start', 1]
