@@ -66,7 +66,7 @@ def test_a_finding_is_printed_written_and_found_again_in_the_folder(tmp_path, ca
     assert line.endswith('(chatgpt-rlhf doctor --explain nothing-moves)')
     (row,) = RunFolder(tmp_path).findings
     assert row['step'] == 8 and row['finding'] == 'nothing-moves' and row['level'] == 'warning'
-    assert Finding.of_row(row).line() == line
+    assert Finding(key=row.pop('finding'), **row).line() == line
     assert [f.line() for f in diagnose(RunFolder(tmp_path))] == [line]
 
 

@@ -78,7 +78,7 @@ def parser() -> Parser:
 def _is_set(args: Any, name: str) -> bool:
     from chatgpt.launch.runs import EpisodeSettings
 
-    return bool(getattr(args, name) != getattr(EpisodeSettings, name))
+    return bool(getattr(args, name) != getattr(EpisodeSettings, name, None))
 
 
 RULES = [
@@ -89,17 +89,10 @@ RULES = [
     ),
     *(
         Rule(
-            lambda s, name=name: not s.environment and getattr(s, name) is not None,  # type: ignore[misc]
-            f'--{name} is about an environment, and there is none: give --environment',
-        )
-        for name in ('environment_options', 'episodes', 'max_turn_tokens')
-    ),
-    *(
-        Rule(
             lambda s, name=name: not s.environment and _is_set(s, name),  # type: ignore[misc]
             f'--{name} is about an environment, and there is none: give --environment',
         )
-        for name in ('max_turns', 'step_timeout_s')
+        for name in ('environment_options', 'episodes', 'max_turn_tokens', 'max_turns', 'step_timeout_s')
     ),
     Rule(lambda s: s.num_rows < 0, '--num_rows {s.num_rows} must not be negative'),
     Rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -51,12 +51,6 @@ class Finding:
         """Returns a line of findings.jsonl, without its `step`."""
         fields = asdict(self)
         return {'finding': fields.pop('key')} | {name: value for name, value in fields.items() if name != 'step'}
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> Finding:
-        """Returns the finding of a line of findings.jsonl. Raises KeyError for a missing field."""
-        names = ('step', 'level', 'title', 'evidence', 'cause', 'change')
-        return cls(key=row['finding'], **{name: row[name] for name in names})
 
 
 class Seen(NamedTuple):
