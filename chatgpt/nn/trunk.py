@@ -255,9 +255,21 @@ def dropout_off(module: nn.Module) -> None:
             if not isinstance(own, _FlagOff):
                 part._gradient_checkpointing_func = _FlagOff(part, own)  # type: ignore[assignment]
             continue
-        for name, value in vars(part).items():
-            if 'drop' in name and isinstance(value, float):  # probabilities of F.dropout and of LayerDrop
-                setattr(part, name, 0.0)
+        rates = {name: rate for name, rate in vars(part).items() if 'drop' in name and isinstance(rate, float)}
+        part.dropout_rates = rates | vars(part).get('dropout_rates', {})  # those of the first call
+        for name in rates:  # probabilities of F.dropout and of LayerDrop
+            setattr(part, name, 0.0)
+
+
+def dropout_on(module: nn.Module) -> None:
+    """Sets train mode, and undoes `dropout_off`."""
+    module.train()
+    for part in module.modules():
+        own: Any = getattr(part, '_gradient_checkpointing_func', None)
+        if isinstance(own, _FlagOff):
+            part._gradient_checkpointing_func = own.checkpoint  # type: ignore[assignment]
+        for name, rate in vars(part).pop('dropout_rates', {}).items():
+            setattr(part, name, rate)
 
 
 def layer_drop_off(module: nn.Module) -> bool:

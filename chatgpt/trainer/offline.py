@@ -22,7 +22,7 @@ from chatgpt.batching import collate
 from chatgpt.data.formats import choice_facts
 from chatgpt.data.tokenize import digest_of, warn_of_bare_prompt
 from chatgpt.nn.sweep import SWEEP_TOKENS, Communicator, sweep
-from chatgpt.nn.trunk import dropout_off, in_eval_mode
+from chatgpt.nn.trunk import dropout_off, dropout_on, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
@@ -303,7 +303,7 @@ class OfflineTrainer(Trainer):
         # Dropout reads torch's generator, which is seeded per optimizer step and rank.
         bare = self.strategy.unwrap(self.model)
         if self.objective.uses_dropout:
-            bare.train()
+            dropout_on(bare)
         else:
             dropout_off(bare)
         with self.clock.measure('learn'):

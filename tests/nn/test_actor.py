@@ -15,7 +15,7 @@ from transformers.activations import NewGELUActivation
 
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, GPTActor, critic_head, mlp_head
-from chatgpt.nn.trunk import FusedNewGELU, dropout_off
+from chatgpt.nn.trunk import FusedNewGELU, dropout_off, dropout_on
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm
 
 LENGTHS = ((1, 1), (3, 2), (2, 7), (6, 1))
@@ -277,6 +277,13 @@ def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(config):
     plain(batch).logprobs.sum().backward()
     want = {n: p.grad for n, p in plain.named_parameters()}
     assert all(torch.allclose(want[n], p.grad, atol=1e-4) for n, p in actor.named_parameters() if want[n] is not None)
+    dropout_off(actor)
+    dropout_on(actor)  # as when another method trains the same model
+    assert not torch.allclose(actor(batch).logprobs, plain(batch).logprobs, atol=1e-3)
+    fresh = AutoActor(config=config, checkpoint=True).train()
+    for part, other in zip(actor.modules(), fresh.modules(), strict=True):
+        rates, wanted = ({k: v for k, v in vars(m).items() if isinstance(v, float)} for m in (part, other))
+        assert rates == wanted
 
 
 @pytest.mark.parametrize(('dtype', 'tolerance'), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
