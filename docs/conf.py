@@ -28,7 +28,14 @@ REPOSITORY = ''
 
 project = 'chatgpt-rlhf'
 root_doc = 'docs/index'
-include_patterns = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'docs/**', 'examples/data/README.md']
+include_patterns = [
+    'README.md',
+    'CONTRIBUTING.md',
+    'CHANGELOG.md',
+    'docs/**',
+    'examples/README.md',
+    'examples/data/README.md',
+]
 exclude_patterns = ['.*', 'build', 'outputs', 'dist', '*.egg-info', '**/__pycache__']
 source_suffix = {'.md': 'markdown'}
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
