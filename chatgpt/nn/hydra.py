@@ -162,7 +162,8 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     in the model, or a reference that differs from the policy on a few tokens.
     """
     k = num_layers_unfrozen
-    if not _is_number_of_blocks(k):
+    _check_number(k)
+    if k == -1:
         return
     model = _model_of(owner)
     if any(isinstance(m, TopBranch) for m in owner.modules()):
@@ -186,13 +187,11 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     raise errors[0]
 
 
-def _is_number_of_blocks(k: Any) -> bool:
-    """Returns False for -1, all of them. Raises ValueError for what is no number of blocks."""
+def _check_number(k: Any) -> None:
     if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
         raise ValueError(
             f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train'
         )
-    return k != -1
 
 
 def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
@@ -200,7 +199,8 @@ def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, and for an unsupported architecture.
     """
-    if _is_number_of_blocks(num_layers_unfrozen):
+    _check_number(num_layers_unfrozen)
+    if num_layers_unfrozen != -1:
         _freeze_below(model, next(iter(_candidates(model, num_layers_unfrozen))), num_layers_unfrozen)
 
 

@@ -330,8 +330,7 @@ def check_given(model: Any) -> None:
 
 
 def trunk_of(model: Any) -> Any:
-    """Returns the base model of `model`, with the record of its weights' source. Raises ValueError if `model` is not a
-    transformers model."""
+    """Returns the base model of `model`, with the record of its weights' source. Raises ValueError as `check_given`."""
     check_given(model)
     (base, prefix), source = layout_of(model).base(model), getattr(model, 'weights_source', None)
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
@@ -414,9 +413,9 @@ class Role(nn.Module):
         weights: Mapping[str, Tensor] | None
         if state_dict is None:
             check_whole(self.model)
-        if any(isinstance(part, NF4Linear) for part in self.model.modules()) and not lora.has_lora(self.model):
-            raise ValueError('save_pretrained: the model is in 4 bits and has no adapters, so nothing was learned')
         if not lora.has_lora(self.model):
+            if any(isinstance(part, NF4Linear) for part in self.model.modules()):
+                raise ValueError('save_pretrained: a model in 4 bits has no adapters, and is written only with them')
             weights = None if state_dict is None else part_of(state_dict, 'model')
         elif state_dict is None:
             weights = lora.merged_tensors(self.model)

@@ -34,8 +34,7 @@ def is_linear(layer: nn.Module) -> bool:
 @lru_cache
 def reads_weight(kind: type, child: str) -> bool:
     """Returns True if modules of that class multiply by the weight of their layer `child` without calling it, as
-    Mamba's kernels and some routers do: in place of that layer, another one with a weight in 4 bits or beside an
-    adapter would fail or have no effect."""
+    Mamba's kernels and some routers do. An adapter on such a layer has no effect, and they cannot read 4 bits."""
     read = re.compile(rf'(?<!isinstance\()\bself\.{re.escape(child)}\.weight\b(?!\.(dtype|device|shape)|\[)')
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         code = inspect.unwrap(function).__code__

@@ -245,11 +245,14 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, head: bool 
 
 def is_scorer(source: str | Path, config: Any, **hub: Any) -> bool:
     """Returns True if a folder or hub name, with this config, holds a reward model: a sequence classifier, or a model
-    with `score_bias` and a head. Not for an adapter with its own head, which computes the value or the score alone."""
-    own_head = stored_file(source, HEAD_FILE, **hub) is not None
-    if own_head and adapter_base(source) is not None:
+    with `score_bias` and a head. False for an adapter with a head: it is a critic's too, and has the bias in it."""
+
+    def has_head() -> bool:
+        return stored_file(source, HEAD_FILE, **hub) is not None
+
+    if adapter_base(source) is not None and has_head():
         return False
-    return _classifies(config) or (hasattr(config, BIAS_KEY) and own_head)
+    return _classifies(config) or (hasattr(config, BIAS_KEY) and has_head())
 
 
 def scores_one(config: Any) -> bool:

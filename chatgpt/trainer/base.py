@@ -354,7 +354,8 @@ class Trainer:
                 yield
                 self._signals.agree(self.strategy)
                 if self._signals.received is not None and self.run_dir is not None:
-                    standing = self.standing_checkpoint()  # one of an interrupted phase has no name of a phase
+                    standing = self.standing_checkpoint()
+                    # that of an interrupted phase stays: under the name of a phase it could replace the best one
                     is_cut = standing is not None and standing.name == CUT_SHORT
                     path = standing if standing is not None and is_cut else self.save_checkpoint()
                     if self.strategy.is_rank_0:

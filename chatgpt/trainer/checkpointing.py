@@ -86,7 +86,8 @@ def begin_checkpoint(
     trainer: TrainerView, path: str | Path | None, *, steps: int, score: float | None = None, background: bool = False
 ) -> Saving:
     """See `Trainer.save_checkpoint`. `score` is for `prune(keep_best=...)`: higher is better."""
-    strategy, score = trainer.strategy, trainer.phase_score if score is None else score
+    strategy = trainer.strategy
+    score = trainer.phase_score if score is None else score
     if path is None:
         if trainer.checkpoint_dir is None:
             raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir')

@@ -162,7 +162,7 @@ def test_freeze_below_takes_the_numbers_that_hydra_takes():
 def test_a_model_in_four_bits_without_adapters_is_not_written(tmp_path: Path):
     pytest.importorskip('bitsandbytes')
     trunk = SharedTrunk(tiny_causal_lm('gpt2', hidden=64), quantize='nf4')
-    with pytest.raises(ValueError, match='in 4 bits and has no adapters'):
+    with pytest.raises(ValueError, match='in 4 bits has no adapters'):
         trunk.actor(0).save_pretrained(tmp_path)
 
 

@@ -109,8 +109,8 @@ def push_folder(
         branch = quote(revision or 'main', safe='')
         there = _get(f'{api.endpoint}/{repo.repo_id}/resolve/{branch}/{CARD}', token)
         is_theirs = there.status_code == 200 and bool(there.text.strip()) and not is_ours(there.text)
-        there_now = api.list_repo_files(repo.repo_id, revision=revision)
-        old = [name for name in there_now if '/' not in name and any(fnmatch(name, p) for p in REPLACED)]
+        names = api.list_repo_files(repo.repo_id, revision=revision)
+        old = [name for name in names if '/' not in name and any(fnmatch(name, p) for p in REPLACED)]
         api.upload_folder(
             repo_id=repo.repo_id,
             folder_path=folder,

@@ -68,7 +68,8 @@ class RolloutRecorder(Callback):
         self._sizes: dict[int, int] = {}
         self._watches = False
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        """(sample index or -1 (B,), entropy (N,)) of each micro-batch of this rank in the first learning epoch"""
+        """(sample index or -1 (B,), number of actions (B,), entropy (N,)) of each micro-batch of this rank in the first
+        learning epoch"""
 
     # ------------------------------------------------------------------ hooks
 
