@@ -28,7 +28,7 @@ from chatgpt.nn import lora
 from chatgpt.nn.computed import ComputedTensors, on_disk
 from chatgpt.nn.heads import load_head, save_head
 from chatgpt.nn.layouts import layout_of
-from chatgpt.nn.peft_format import MergedAdapter, adapter_base, remove_adapter
+from chatgpt.nn.peft_format import CONFIG_FILE, MergedAdapter, adapter_base, remove_adapter
 from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.tensor_files import (
     check_finite,
@@ -36,6 +36,7 @@ from chatgpt.nn.tensor_files import (
     remove_heads,
     share_by_umask,
     stored_dtype,
+    stored_file,
     to_dtype,
     write_dtype,
 )
@@ -120,6 +121,13 @@ def _read_config(pretrained: str | os.PathLike[str], trust_remote_code: bool, hu
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
+        adapter = None
+        with suppress(ValueError):
+            adapter = None if Path(name).is_dir() else stored_file(name, CONFIG_FILE, **hub)
+        if adapter is not None:
+            raise ValueError(
+                f'{name!r} is an adapter; download it, and give the folder: hf download {name} --local-dir FOLDER'
+            ) from None
         raise _explained('a model config', name, error) from None
 
 

@@ -323,7 +323,7 @@ class OfflineTrainer(Trainer):
                     where=f'in epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
                     steps=self.steps,
-                    draws=(self.strategy.seed, self.batches_done),  # for dropout
+                    draws=(self.strategy.seed, self.num_updates),  # for dropout
                 )
                 self.batches_done += 1
                 self.num_updates += result.stepped

@@ -47,6 +47,14 @@ PPO_RULES = [
         lambda s: s.kl_target is not None and not s.kl_coef,
         'kl_target={s.kl_target} adapts kl_coef, which must be above 0 at the start',
     ),
+    *changed(
+        ('kl_horizon',), lambda s: s.kl_target is None, '{name}={value} is of an adaptive kl_coef: give kl_target too'
+    ),
+    *changed(
+        ('kl_loss_kind',),
+        lambda s: s.kl_in != 'loss',
+        "{name}={value!r} is of the KL in the loss: give kl_in='loss', or kl_kind for the KL in the reward",
+    ),
     Rule(
         lambda s: s.kl_in == 'loss' and s.kl_kind == 'full',
         "kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 
 import pytest
 from serving import filled
 
 from chatgpt.monitor.compare.app import compare_app
-from chatgpt.monitor.compare.serving import MAX_BODY, Guard, Serving
+from chatgpt.monitor.compare.serving import MAX_BODY, Guard, Serving, need_server
 
 TOKEN = 'the-token'
 ORIGIN = 'http://127.0.0.1:8765'
@@ -164,8 +165,9 @@ def test_a_full_disk_is_reported_and_the_next_try_succeeds(guarded):
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f'cannot serve on 127.0.0.1, port {port}: .* give another --port'):
-            Serving(None, port=port)
+        for served in (partial(Serving, None), need_server):  # `need_server`: before any response is generated
+            with pytest.raises(ValueError, match=f'cannot serve on 127.0.0.1, port {port}: .* give another --port'):
+                served(host='127.0.0.1', port=port)
     with pytest.raises(ValueError, match='cannot serve on 192.0.2.1'):
         Serving(None, host='192.0.2.1', port=0)
 

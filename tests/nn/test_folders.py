@@ -224,6 +224,17 @@ def test_a_name_of_the_hub_that_lies_in_the_cache(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(model), want, rtol=1e-5, atol=1e-6)
 
 
+def test_an_adapter_of_the_hub_is_to_be_downloaded(tmp_path: Path) -> None:
+    folder = in_cache(tmp_path, 'me/adapter')
+    folder.mkdir(parents=True)
+    (folder / 'adapter_config.json').write_text('{"base_model_name_or_path": "gpt2"}')
+    missing = tmp_path / 'models--me--adapter' / '.no_exist' / folder.name / 'config.json'
+    missing.parent.mkdir(parents=True)
+    missing.touch()
+    with pytest.raises(ValueError, match='hf download me/adapter --local-dir FOLDER'):
+        AutoActor('me/adapter', cache_dir=str(tmp_path), local_files_only=True)
+
+
 @pytest.fixture(scope='module')
 def in_4bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama in transformers' bitsandbytes 4 bits, with scales in 8 and in 32 bits, and the same dequantized."""

@@ -252,3 +252,10 @@ def test_the_overview_has_loss_and_accuracy_of_any_method(tmp_path, method):
     rows = [{'step': i, f'{method}/loss': 1.0 / i, f'{method}/val_accuracy': 0.5 + i / 10} for i in (1, 2)]
     write_lines(tmp_path / 'metrics.jsonl', rows)
     assert [(label, now) for label, now, _ in tiles_of(run(tmp_path))] == [('Eval accuracy', '0.7'), ('Loss', '0.5')]
+
+
+def test_settings_are_shown_without_secrets(tmp_path):
+    options = {'api_key': 'k-1234', 'turns': 3}
+    make_run(tmp_path / 'run', settings={'environment_options': options}, defaults={'environment_options': {}})
+    text = texts(write_report([tmp_path / 'run'], tmp_path / 'out.html').read_text())
+    assert 'turns' in text and '***' in text and 'k-1234' not in text

@@ -200,6 +200,22 @@ def test_a_secret_of_a_dictionary_is_hidden_whole(value):
     assert without_secrets(f'{{"api_keys": {value}, "turns": 3}}') == '{"api_keys": ***, "turns": 3}'
 
 
+def test_secrets_are_hidden_at_any_depth_of_a_setting():
+    options = {
+        'url': 'https://me:pw@example.org',
+        'auth': {'user': 'me'},
+        'items': [{'api_key': 'k1', 'max_tokens': 5}],
+    }
+    assert without_secrets({'environment_options': options, 'lr': 0.1}) == {
+        'environment_options': {
+            'url': 'https://***@example.org',
+            'auth': '***',
+            'items': [{'api_key': '***', 'max_tokens': 5}],
+        },
+        'lr': 0.1,
+    }
+
+
 def test_a_config_that_is_no_yaml_is_named(tmp_path):
     (tmp_path / 'metrics.jsonl').write_text('{"step": 1}')
     (tmp_path / 'config.yaml').write_text('a: [')

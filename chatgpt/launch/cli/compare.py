@@ -72,7 +72,7 @@ def main() -> None:
     args = parser().parse_args()
     if args.export:
         return export(args)
-    need_server()
+    need_server(args.host, args.port)
     with prepared(args) as store:
         serve(compare_app(store), host=args.host, port=args.port)
         print('\n'.join(['', *lines(summarize(store)), f'kept in {args.db}; export it with --export FILE.jsonl']))

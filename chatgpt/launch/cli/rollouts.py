@@ -23,5 +23,5 @@ def parser() -> Parser:
 
 def main() -> None:
     args = parser().parse_args()
-    need_server()
+    need_server(args.host, args.port)
     serve(rollouts_app(args.runs), host=args.host, port=args.port)

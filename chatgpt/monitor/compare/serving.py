@@ -35,14 +35,23 @@ HEADERS = {
 }
 
 
-def need_server() -> None:
-    """Raises ValueError if a package that serves pages is not installed; names it."""
+def need_server(host: str, port: int) -> None:
+    """Raises ValueError if a package that serves pages is not installed, or the port cannot be bound."""
     try:
         import jinja2  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'chatgpt-rlhf[compare]'") from None
+    bound(host, port).close()
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Raises ValueError if the port cannot be bound."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f'cannot serve on {host}, port {port}: {error}; give another --port or --host') from None
 
 
 def add_server(parser: Any, port: int = PORT) -> None:
@@ -79,11 +88,7 @@ class Serving:
         import uvicorn
 
         self.token = secrets.token_urlsafe(32)
-        try:
-            family = socket.AF_INET6 if ':' in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family)
-        except (OSError, OverflowError) as error:
-            raise ValueError(f'cannot serve on {host}, port {port}: {error}; give another --port or --host') from None
+        self._socket = bound(host, port)
         self.is_local = ipaddress.ip_address(self._socket.getsockname()[0]).is_loopback
         shown = socket.gethostname() if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host
         self.origin = f'http://{shown}:{self._socket.getsockname()[1]}'

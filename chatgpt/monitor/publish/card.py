@@ -20,7 +20,7 @@ from chatgpt.data.formats import TEXT_CHOICE
 from chatgpt.monitor.report.series import Column, columns, number, what_improved
 from chatgpt.monitor.report.text import value_text
 from chatgpt.monitor.run_folder import RunFolder, RunRecord
-from chatgpt.monitor.run_folder.record import SECRET, without_secrets
+from chatgpt.monitor.run_folder.record import without_secrets
 
 CARD, NUM_SAMPLES = 'README.md', 3
 MARKER = '<!-- Written by chatgpt-rlhf.'
@@ -250,11 +250,12 @@ def hub_name(source: Any) -> str | None:
 def without_paths(value: Any) -> Any:
     """Returns the value with every path, at any depth, replaced by its last part; a secret becomes ***, a hub name
     stays."""
+    value = without_secrets(value)
     if isinstance(value, Mapping):
-        return {str(k): '***' if SECRET.search(str(k)) else without_paths(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+        return {str(k): without_paths(v) for k, v in value.items()}
+    if isinstance(value, list):
         return [without_paths(v) for v in value]
-    text = without_secrets(value) if isinstance(value, str) else str(value) if isinstance(value, Path) else value
+    text = str(value) if isinstance(value, Path) else value
     if not isinstance(text, str) or hub_name(text):
         return text
     begins = re.match(r'(~|\.\.?)?[/\\]\S|[A-Za-z]:[/\\]', text)

@@ -13,6 +13,7 @@ from chatgpt.monitor.report.charts import CUT, PLANNED, RECORDED_ENDS
 from chatgpt.monitor.report.rollouts import phases_for_page
 from chatgpt.monitor.report.series import Column, columns
 from chatgpt.monitor.run_folder import RunFolder
+from chatgpt.monitor.run_folder.record import without_secrets
 from chatgpt.monitor.run_folder.rollouts import recorded_phases
 
 
@@ -91,6 +92,8 @@ def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def all_settings(run: Run) -> dict[str, Any]:
-    """Returns all settings of trainer and generation by name; those of config.yaml without run.json."""
+    """Returns all settings of trainer and generation by name, without secrets; those of config.yaml without
+    run.json."""
     record = run.folder.record
-    return {**record.settings, **record.generation} if record is not None else dict(run.folder.config)
+    found = {**record.settings, **record.generation} if record is not None else dict(run.folder.config)
+    return without_secrets(found)  # type: ignore[no-any-return]

@@ -27,9 +27,15 @@ SECRET_ITEM = re.compile(rf'(["\']?\w*{SECRET.pattern}["\']?\s*:\s*)({_VALUE})',
 """of a dictionary in YAML or JSON"""
 
 
-def without_secrets(text: str) -> str:
-    """Returns the text with what looks like a secret replaced by ***."""
-    shown = SECRET_VALUE.sub('***', text)
+def without_secrets(value: Any) -> Any:
+    """Returns a text, or a value with texts at any depth, with what looks like a secret replaced by ***."""
+    if isinstance(value, Mapping):
+        return {k: '***' if SECRET.search(str(k)) else without_secrets(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(v) for v in value]
+    if not isinstance(value, str):
+        return value
+    shown = SECRET_VALUE.sub('***', value)
     return SECRET_ITEM.sub(r'\1***', shown) if '{' in shown else shown
 
 

@@ -230,11 +230,11 @@ class PPOConfig(SamplingArguments):
     def settings(self) -> dict[str, Any]:
         """Returns the fields of our `PPOConfig` that both trainers derive from these arguments alone."""
         scaling = 'none' if not self.use_score_scaling else 'norm' if self.use_score_norm else 'running'
+        adapts = bool(self.adap_kl_ctrl and self.init_kl_coef and self.target is not None)
         return {
             'max_epochs': self.ppo_epochs,
             'kl_coef': self.init_kl_coef,
-            'kl_target': self.target if self.adap_kl_ctrl and self.init_kl_coef else None,
-            'kl_horizon': self.horizon,
+            **({'kl_target': self.target, 'kl_horizon': self.horizon} if adapts else {}),
             'score_scaling': scaling,
             'score_clip': self.score_clip,
             'gamma': self.gamma,

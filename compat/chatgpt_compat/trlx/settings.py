@@ -299,14 +299,17 @@ def ppo_settings(config: TRLConfig) -> PPOConfig:
     m, world = config.method, processes()
     length = ppo_length(config)
     rollouts = length.chunks * m.chunk_size
+    adaptive: dict[str, float] = {}
+    if m.init_kl_coef and m.target is not None:
+        # trlX updates after each pass, by batch_size / horizon
+        horizon = float(m.horizon) * rollouts * world / (config.train.batch_size * m.ppo_epochs)
+        adaptive = {'kl_target': m.target, 'kl_horizon': horizon}
     return PPOConfig(
         experience_batch_size=m.chunk_size * world,
         train_batch_size=config.train.batch_size * world,
         max_epochs=m.ppo_epochs,
         kl_coef=float(m.init_kl_coef),
-        kl_target=m.target if m.init_kl_coef else None,
-        # trlX updates after each pass, by batch_size / horizon
-        kl_horizon=float(m.horizon) * rollouts * world / (config.train.batch_size * m.ppo_epochs),
+        **adaptive,
         score_scaling=score_scaling(config)[0],
         gamma=m.gamma,
         lam=m.lam,
