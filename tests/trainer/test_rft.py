@@ -136,6 +136,20 @@ class Rates(Callback):
         self.rates.append(trainer.optim.param_groups[0]['lr'])
 
 
+class Seeds(Callback):
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.seeds.append(torch.initial_seed())
+
+
+def test_dropout_differs_in_each_step_of_all_rounds():
+    own = Seeds()
+    make(callbacks=[own]).fit()
+    assert len(own.seeds) > 2 and len(set(own.seeds)) == len(own.seeds)
+
+
 def test_a_decaying_learning_rate_ends_with_the_last_round():
     rates = Rates()
     # one of 2 responses is kept, so the rounds are about equally long
