@@ -339,8 +339,9 @@ def render(
     others (not).
 
     A chat template's piece includes what the template writes after a turn, such as its end token. The plain form has no
-    end token; tokenization adds it to every trained piece. Raises BadRecord if the template's text cannot be split into
-    turns.
+    end token; tokenization adds it to every trained piece. Of a template that rewrites earlier turns, such as one that
+    drops their reasoning, only the last answer is a trained piece. Raises BadRecord if the template's text cannot be
+    split into turns, or lacks a part of an answer.
     """
     if use_template(prompt, tokenizer, apply_chat_template):
         return _template_pieces(prompt_turns(prompt), response_turns(response, prompt), tokenizer)
@@ -395,15 +396,26 @@ def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...],
             continue
         before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
         after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)
-        if not before.startswith(done) or not after.startswith(before):
-            does = 'begins answers with something that it leaves out afterwards'  # such as <think>
-            if not before.startswith(done):
-                does = f'rewrites earlier turns when turn {i + 1} is added'
-            raise BadRecord(
-                f"the tokenizer's chat template {does}, so answers cannot be told apart; set another "
-                'tokenizer.chat_template, which writes a conversation piece by piece, or load the data with '
-                'apply_chat_template=False'
+        if not before.startswith(done):
+            warnings.warn(
+                "the tokenizer's chat template rewrites earlier turns of a conversation: of each, only the last answer "
+                'is learned; copy the folder of the tokenizer, change chat_template there, and give it with '
+                '--tokenizer, to learn all of them',
+                stacklevel=2,
             )
-        pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
+            last = max(number for number, turn in enumerate(turns) if turn.role == 'assistant')
+            return _template_pieces(tuple(turns[:last]), (turns[last],), tokenizer)
+        answer = after[len(before) :]
+        lacks = ''
+        if not after.startswith(before):  # such as <think>
+            lacks = 'begins answers with something that it leaves out afterwards'
+        elif ''.join(turn.content.split()) not in ''.join(answer.split()):  # such as what <think> encloses
+            lacks = f'leaves out a part of the answer in turn {i + 1}'
+        if lacks:
+            raise BadRecord(
+                f"the tokenizer's chat template {lacks}; copy the folder of the tokenizer, change chat_template there, "
+                'and give it with --tokenizer'
+            )
+        pieces += [Piece(before[len(done) :], False), Piece(answer, True)]
         done = after
     return pieces

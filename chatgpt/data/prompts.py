@@ -31,10 +31,12 @@ from chatgpt.data.reading import (
     without_frame,
     without_remedy,
 )
-from chatgpt.data.shapes import method_hint, misspelt, prompt_of, shape_of, to_example
+from chatgpt.data.shapes import SYSTEM, method_hint, misspelt, prompt_of, shape_of, to_example
 from chatgpt.data.tokenize import Overflow, tokenize_prompt
 from chatgpt.names import TEXTS
 from chatgpt.types import Prompt
+
+NAMED_BY = '; name the column of the prompt with --prompt_column'
 
 
 class PromptSet(SequenceOf[Prompt]):
@@ -194,22 +196,23 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
     if column in data:
         if data[column] is None:
             raise BadRecord(f'the prompt in column {column!r} is empty')
-        prompt, _ = prompt_of({'prompt': data[column], 'system': data.get('system')})
+        prompt, _ = prompt_of({'prompt': data[column]} | {name: data.get(name) for name in SYSTEM})
         if isinstance(prompt, tuple) and prompt[-1].role == 'assistant':
             raise BadRecord('the prompt ends with a turn of the assistant, where an answer is to come; drop it')
         return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)
-    missing = f'there is no column {column!r} for the prompt; the columns are {", ".join(map(repr, data)) or "none"}'
+    columns = ', '.join(map(repr, data)) or 'none'
+    missing = f'there is no column {column!r} for the prompt; the columns are {columns}'
     if column != 'prompt':
         raise BadRecord(missing)
     try:
         shape = shape_of(data)
     except BadRecord:
-        raise BadRecord(missing + misspelt(data)) from None
+        raise BadRecord(f'{missing}{misspelt(data) or NAMED_BY}') from None
     if shape in ('completion', 'instruction'):  # the answer is for reward functions and may be a number
         return PromptExample(prompt=prompt_of(data)[0], columns=_all_but_prompt(data), where=record.where)
     example = to_example(data, record.where)
     if example.prompt == '':
-        raise BadRecord(f'{missing}{method_hint(example)}; name the column of the prompt with --prompt_column')
+        raise BadRecord(f'{missing}{method_hint(example)}{NAMED_BY}')
     taken = as_kind(example, 'prompt')
     assert isinstance(taken, PromptExample)
     return PromptExample(prompt=taken.prompt, columns=_all_but_prompt(data), where=record.where)

@@ -35,6 +35,7 @@ from chatgpt.names import near
 PROMPT = ('prompt', 'query', 'question')
 ANSWER = ('completion', 'response', 'answer', 'output')
 INPUT = ('input', 'context')
+SYSTEM = ('system', 'system_prompt')
 TURNS = ('messages', 'conversations', 'conversation')
 COMPARED = ('response1', 'response2')
 PAIRS = (('chosen', 'rejected'), ('response_j', 'response_k'))
@@ -48,12 +49,12 @@ SHAPES = {
     'for a tie)',
     'messages': 'messages | conversations, optionally with label',
     'instruction': 'instruction [input | context] and output | response',
-    'completion': 'prompt | question and completion | response | answer, optionally with label or reward',
+    'completion': 'prompt | question [context] and completion | response | answer, optionally with label or reward',
     'prompt': 'prompt',
     'text': 'text, optionally with label or reward',
 }
 _SCORES = (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score'))
-_OPTIONAL = frozenset({'scores', 'ranks', 'margin', 'system', 'history', *TURNS}.union(*_SCORES))
+_OPTIONAL = frozenset({'scores', 'ranks', 'margin', 'history', *SYSTEM, *TURNS}.union(*_SCORES))
 """an empty cell in one of these columns is an absent one"""
 KNOWN = frozenset({'instruction', 'text'}.union(PROMPT, ANSWER, INPUT, TURNS, COMPARED, RANKED, LABEL, *PAIRS))
 _COMMANDS = {
@@ -140,13 +141,13 @@ def _input_is_asked(data: Mapping[str, Any]) -> bool:
 
 def _preference(data: Mapping[str, Any], where: str) -> Example:
     prompt, used = prompt_of(data)
-    told = data.get('system')
-    if isinstance(prompt, str) and isinstance(told, str) and told.strip() and _HH_ASSISTANT not in prompt:
-        prompt, used = _with_system((Message(_USER, prompt),), data), {*used, 'system'}
     better, worse = _pair_of(data)
     pair = (_answer(data[better], better), _answer(data[worse], worse))
+    _check_no_tools(data)
     if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
         return _whole_dialogues(data, better, worse, where)  # the responses repeat the prompt's turns
+    if isinstance(prompt, tuple) and prompt[-1].role == _ASSISTANT:
+        raise BadRecord(f'the turns before {better} and {worse} end with an answer of the assistant; drop that answer')
     return _checked_preference(prompt, pair, _pair_scores(data), _rest(data, {*used, better, worse}), where)
 
 
@@ -155,7 +156,7 @@ def _dialogues(data: Mapping[str, Any], where: str) -> Example:
 
 
 def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: str) -> Example:
-    columns = _rest(data, {better, worse, *TURNS, *PROMPT, *INPUT, 'system'})
+    columns = _rest(data, {better, worse, *TURNS, *PROMPT, *INPUT, *SYSTEM})
     if isinstance(data[better], str) and isinstance(data[worse], str) and not _holds_turns(data[better]):
         a, b = data[better], data[worse]
         if _HH_ASSISTANT not in a and _HH_ASSISTANT not in b:
@@ -169,9 +170,7 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
         _check_first_difference(pair, better, worse)
         return _checked_preference(a[:cut], pair, _pair_scores(data), columns, where)
     turns_a, turns_b = messages_of(data[better], better), messages_of(data[worse], worse)
-    if 'system' in data and data['system']:
-        system = Message('system', str(data['system']))
-        turns_a, turns_b = (system, *turns_a), (system, *turns_b)
+    turns_a, turns_b = _with_system(turns_a, data), _with_system(turns_b, data)
     both = min(len(turns_a), len(turns_b))
     cut = next((i for i in range(both) if turns_a[i] != turns_b[i]), both)
     while cut > 0 and (cut == both or turns_a[cut].role != _ASSISTANT or turns_b[cut].role != _ASSISTANT):
@@ -256,9 +255,10 @@ def _messages(data: Mapping[str, Any], where: str) -> Example:
     turns = _with_system(messages_of(data[key], key), data)
     labelled = bool(_first_given(data, LABEL, missing=''))
     if labelled or turns[-1].role == _ASSISTANT:
+        _check_no_tools(data)
         prompt, answer = split_turns(turns, last=labelled)
-        return _answered(prompt, answer, data, {key, 'system'}, where)
-    return PromptExample(prompt=turns, columns=_rest(data, {key, 'system'}), where=where)
+        return _answered(prompt, answer, data, {key, *SYSTEM}, where)
+    return PromptExample(prompt=turns, columns=_rest(data, {key, *SYSTEM}), where=where)
 
 
 def _answered(
@@ -310,12 +310,12 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
 def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
     """Returns the prompt of a record and the columns that it uses. Raises BadRecord, also for an empty prompt."""
     if data.get('instruction') is not None:
-        key = _first_given(data, INPUT, missing='')
+        key = _input_of(data)
         instruction = _string(data['instruction'], 'instruction')
         _not_blank(instruction, 'the instruction')
         prompt = Instruction(instruction, _string(data[key], key) if key else '')
-        history, used = _from_json(data.get('history')) or [], {'instruction', key, 'history', 'system'}
-        if not history and not data.get('system'):
+        history, used = _from_json(data.get('history')) or [], {'instruction', key, 'history', *SYSTEM}
+        if not history and not _first_given(data, SYSTEM, missing=''):
             return prompt, used
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history):
             raise BadRecord('history is not a list of pairs, each a question and its answer')
@@ -328,13 +328,20 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         turns_given = _with_system(messages_of(data[key], key), data)
         if all(turn.role == 'system' for turn in turns_given):
             raise BadRecord(f'{key} has no turn but the system message')
-        return turns_given, {key, 'system'}
+        return turns_given, {key, *SYSTEM}
     key = _first_given(data, (*PROMPT, *reversed(INPUT)))  # pairs may call the prompt context (ColossalAI) or input
     if _holds_turns(data[key]):
-        return _with_system(messages_of(data[key], key), data), {key, 'system'}
+        return _with_system(messages_of(data[key], key), data), {key, *SYSTEM}
     text = _string(data[key], key)
     _not_blank(text, f'the {"prompt" if key in PROMPT else key}')
-    return text, {key}
+    about = data.get(beside := _input_of(data)) if key in PROMPT[1:] else None  # a question about a text or a table
+    asked = Instruction(text, about) if isinstance(about, str) else None
+    used = {key, beside} if asked is not None else {key}
+    told = data.get(_first_given(data, SYSTEM, missing=''))
+    if isinstance(told, str) and told.strip() and _HH_ASSISTANT not in text:
+        turn = Message(_USER, instruction_text(asked) if asked is not None else text)
+        return _with_system((turn,), data), {*used, *SYSTEM}
+    return asked or text, used
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
@@ -429,8 +436,21 @@ def _answer(value: Any, column: str) -> ResponseText:
 
 
 def _with_system(turns: tuple[Message, ...], data: Mapping[str, Any]) -> tuple[Message, ...]:
-    system = data.get('system')
-    return (Message('system', _string(system, 'system')), *turns) if system and turns[0].role != 'system' else turns
+    key = _first_given(data, SYSTEM, missing='')
+    system = _string(data[key], key) if key else ''
+    return (Message('system', system), *turns) if system.strip() and turns[0].role != 'system' else turns
+
+
+def _input_of(data: Mapping[str, Any]) -> str:
+    """Returns the name of the first of `INPUT` with text, else of the first that is there, else ''."""
+    given = [name for name in INPUT if data.get(name) is not None]
+    texts = [name for name in given if isinstance(data[name], str) and data[name].strip()]
+    return next(iter([*texts, *given]), '')
+
+
+def _check_no_tools(data: Mapping[str, Any]) -> None:
+    if isinstance(given := _from_json(data.get('tools')), (list, tuple, Mapping)) and given:
+        raise BadRecord('tools is not read beside answers; write the tools into the system message, or drop the column')
 
 
 def _string(value: Any, column: str) -> str:

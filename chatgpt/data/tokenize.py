@@ -236,7 +236,8 @@ def prompt_ids(
     if is_for_encoder_decoder(tokenizer):
         before, after, _ = frame(tokenizer)
         return [*([] if templated else before), *body, *after] if body else []
-    return [*([] if templated else begin_ids(tokenizer) if begin is None else begin), *body]
+    first = [] if templated else list(begin_ids(tokenizer) if begin is None else begin)
+    return body if first and body[: len(first)] == first else [*first, *body]  # a text may hold its begin token
 
 
 def digest_of(sequences: Iterable[Sequence]) -> str:
@@ -316,10 +317,12 @@ def _encode_texts(
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
     """Encodes texts without a prompt. Several of them need the same prompt: the begin token, or without one the end
     token."""
-    bodies = [[*encode(text if isinstance(text, str) else '', tokenizer), end] for text in texts]
+    begin = tokenizer.bos_token_id
+    bodies = [encode(text if isinstance(text, str) else '', tokenizer) for text in texts]
+    bodies = [body[1:] if begin is not None and body[:1] == [begin] else body for body in bodies]
+    bodies = [body if body[-1:] == [end] else [*body, end] for body in bodies]  # a text may hold these tokens itself
     if any(len(body) < 2 for body in bodies):
         raise BadRecord('the text has no tokens')
-    begin = tokenizer.bos_token_id
     if begin is None and len(bodies) == 1:
         return _fit(bodies[0][:1], [(bodies[0][1:], [True] * (len(bodies[0]) - 1))], tokenizer, options)
     return _fit([end if begin is None else begin], [(body, [True] * len(body)) for body in bodies], tokenizer, options)

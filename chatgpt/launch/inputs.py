@@ -6,6 +6,7 @@ Mistakes in settings and data are found here, before any weight is loaded.
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -295,7 +296,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.reward_model and inputs.reward_tokenizer is None:
         for name, subset in both.items():
             check_lengths(subset, inputs.reward_context, new, "the reward model's context", tokenizer, name)
-        _check_episodes(run, inputs, inputs.reward_context, "the reward model's context", 'another reward_model')
+        check_episodes(run, inputs, inputs.reward_context, "the reward model's context", 'another reward_model')
     read_critic(run, inputs)
     if run.ptx_data:
         texts, _ = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)
@@ -321,10 +322,11 @@ def read_critic(run: PPORun, inputs: Inputs) -> None:
     context, what = longest_side(inputs.critic_config), f'the context of the critic {source}'
     if inputs.environment is None:
         check_lengths(inputs.train, context, run.max_new_tokens or 0, what, inputs.tokenizer)
-    _check_episodes(run, inputs, context, what, 'another critic_from')
+    check_episodes(run, inputs, context, what, 'another critic_from')
 
 
-def _check_episodes(run: PPORun, inputs: Inputs, context: int | None, what: str, instead: str) -> None:
+def check_episodes(run: PPORun, inputs: Inputs, context: int | None, what: str, instead: str) -> None:
+    """Raises ValueError if episodes may be longer than `context`, which is that of `what`."""
     if inputs.environment is None or context is None:
         return
     if inputs.longest_opening + (run.max_new_tokens or 0) > context:
@@ -345,18 +347,7 @@ def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
     inputs.longest_opening = longest_opening(
         inputs.environment, inputs.environment_settings, inputs.tokenizer, inputs.train, run.seed
     )
-    check_opening(run, inputs, context)
-
-
-def check_opening(run: PPORun, inputs: Inputs, context: int | None) -> None:
-    """Raises ValueError if episodes may be longer than the model's context."""
-    episode = run.max_new_tokens or 0
-    if context is not None and inputs.longest_opening + episode > context:
-        raise ValueError(
-            f'an episode of {run.environment} begins with {inputs.longest_opening} tokens; with '
-            f'max_new_tokens={episode} for its turns and observations it passes the context of {context}. Give fewer '
-            'new tokens'
-        )
+    check_episodes(run, inputs, context, 'the context', 'a model with a longer one')
 
 
 def longest_opening(
@@ -418,9 +409,14 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any, context: int | None
 def read_sft(run: DataRun, inputs: Inputs) -> None:
     """Reads demonstrations or plain text."""
     source = run.dataset or demo_world.demo_corpus(demo_world.NUM_EXAMPLES, seed=0)
-    train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
-    if isinstance(run, SFTRun) and run.pack_examples:
+    options = _reading_options(run, inputs)
+    packs = isinstance(run, SFTRun) and run.pack_examples
+    whole = {'max_length': None} if packs else {}
+    train, validation = load_demonstrations(source, inputs.tokenizer, **options | whole)
+    if packs:
         train[:] = pack(train, run.max_tokens)
+        if validation:  # which is not packed
+            validation = load_demonstrations(source, inputs.tokenizer, **options)[1]
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
     if isinstance(run, SFTRun):
@@ -490,7 +486,8 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
 
 def _set_data(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
-    trained, evaluated = set(map(_tokens_of, train)), [_tokens_of(record) for record in validation]
+    trained = set(map(_digest, train)) if validation else set()
+    evaluated = list(map(_digest, validation))
     if inputs.run.validation_file and trained == set(evaluated):
         raise ValueError(
             f'validation_file={inputs.run.validation_file} holds the records of the training data: give others, or '
@@ -508,9 +505,13 @@ def _set_data(inputs: Inputs, train: Any, validation: Any) -> None:
     )
 
 
-def _tokens_of(record: Any) -> tuple[Any, ...]:
-    """Returns the ids of prompt and responses, which identify a record."""
-    return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences_of(record))
+def _digest(record: Any) -> bytes:
+    """Returns a hash of the ids of prompt and responses, which identify a record."""
+    digest = hashlib.blake2b(digest_size=16)
+    for s in sequences_of(record):
+        for ids in (s.prompt_ids, s.response_ids):
+            digest.update(len(ids).to_bytes(8, 'little') + ids.numpy().tobytes())
+    return digest.digest()
 
 
 def sequences_of(record: Any) -> list[Any]:

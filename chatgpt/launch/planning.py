@@ -61,6 +61,7 @@ def setup_of(inputs: Inputs) -> Setup:
         every = [ids for own in records for ids in own]
         others |= {'max_prompt_tokens': max(max(map(len, every)) - response, 1), 'max_new_tokens': response}
         others['shared_prompt_tokens'] = shared_tokens(every)
+        others['sequences_per_record'] = max(map(len, records))
         return Setup.of(run, task='sft' if isinstance(run, SFTRun) else run.trained, **others)
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)
@@ -82,7 +83,12 @@ def setup_of(inputs: Inputs) -> Setup:
 
 def shared_tokens(sequences: Iterable[torch.Tensor]) -> int:
     """Returns the number of tokens with which all sequences begin."""
-    return len(os.path.commonprefix([ids.tolist() for ids in sequences]))
+    common: torch.Tensor | None = None
+    for ids in sequences:
+        length = len(ids) if common is None else min(len(common), len(ids))
+        same = ids[:length] == (ids if common is None else common)[:length]
+        common = ids[: length if bool(same.all()) else int(same.int().argmin())]
+    return 0 if common is None else len(common)
 
 
 def show_plan(inputs: Inputs) -> None:

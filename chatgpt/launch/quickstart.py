@@ -30,7 +30,7 @@ from chatgpt.launch.arguments import hints_of
 from chatgpt.launch.beside import check_lengths
 from chatgpt.launch.config_values import collected, read_file, typed
 from chatgpt.launch.destination import try_model_folder
-from chatgpt.launch.inputs import Inputs, check_opening, longest_opening, read_config, read_critic, within_context
+from chatgpt.launch.inputs import Inputs, check_episodes, longest_opening, read_config, read_critic, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import PPORun, Run, run_class
@@ -443,7 +443,7 @@ def _read_ppo(run: PPORun, inputs: Inputs, prompts: Any, reward_fn: Any, environ
         inputs.environment, inputs.environment_settings = environment, run.environment_settings()
         tasks = tasks_without_prompts() if inputs.train is None else inputs.train
         inputs.longest_opening = longest_opening(environment, inputs.environment_settings, tokenizer, tasks, run.seed)
-        check_opening(run, inputs, longest_side(inputs.config))
+        check_episodes(run, inputs, longest_side(inputs.config), 'the context', 'a model with a longer one')
     read_critic(run, inputs)
     if run.ptx_data is not None:
         longest = longest_side(inputs.config)

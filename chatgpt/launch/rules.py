@@ -72,9 +72,12 @@ RUN_RULES = [
 ]
 """rules of every run"""
 
+NO_DROPOUT = '{name}={value} does nothing in {s.method}, which learns without dropout: leave it out'
+
 DATA_RULES = [
     Rule(lambda s: s.dataset and not s.pretrain, 'data of your own needs a model: give --pretrain NAME_OR_FOLDER'),
     Rule(lambda s: s.method == 'ilql' and s.lora_rank, 'lora_rank: ILQL trains all weights; leave it out'),
+    *changed(('lora_dropout',), lambda s: s.method in ('dpo', 'orpo', 'simpo', 'kto'), NO_DROPOUT),
 ]
 """rules of runs that do not collect"""
 
@@ -114,6 +117,7 @@ PPO_RUN_RULES = [
         ),
         'optimizer=sgd has no default learning rate: give critic_lr too',
     ),
+    *changed(('lora_dropout',), lambda _: True, NO_DROPOUT),
     Rule(
         lambda s: s.num_layers_unfrozen == 0,
         'num_layers_unfrozen=0 leaves no block to train: give how many top blocks, or -1 for all',

@@ -45,7 +45,7 @@ class Setup(Layout):
     """A run to plan. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
 
     With task 'sft', 'reward_model' or 'critic' one model learns and nothing is collected; the fields of PPO's other
-    models and of collecting have no effect. A train batch of a reward model holds pairs, two sequences each.
+    models and of collecting have no effect.
 
     `config`, `critic_config` and `reward_config` are transformers configs, config.json files, folders or hub names.
     """
@@ -104,6 +104,9 @@ class Setup(Layout):
     """phases of collecting and learning; 1: collects and scores before any optimizer state exists"""
     train_batch_size: int = 8
     """sequences of one optimizer step"""
+    sequences_per_record: int = 0
+    """largest number of answers to a prompt in the data of a reward model, whose train batches count prompts; 0: two, a
+    pair. Others have one"""
     max_tokens_per_batch: int | None = None
     """maximum number of tokens, padding included, of one forward on one rank; none: 16,384 for a
     reward model, no limit for others"""
@@ -142,7 +145,8 @@ class Setup(Layout):
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(get_args(hint))}')
         for f in fields(self):
             value = getattr(self, f.name)
-            least = {'lora_rank': 0, 'process': 0, 'shared_prompt_tokens': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
+            zero = dict.fromkeys(('lora_rank', 'process', 'sequences_per_record', 'shared_prompt_tokens'), 0)
+            least = (zero | {'num_layers_unfrozen': -1}).get(f.name, 1)
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f'{f.name}={value} must be at least {least}')
         if self.memory is not None and not self.on_cuda:
@@ -173,6 +177,8 @@ class Setup(Layout):
         resolved = resolve_precision(self.precision, device, only_16_bits=self.entry.only_16_bits, planned=True)
         object.__setattr__(self, 'precision', resolved)
         check(self, PRECISION_RULES)
+        if self.task != 'reward_model' or not self.sequences_per_record:
+            object.__setattr__(self, 'sequences_per_record', 2 if self.task == 'reward_model' else 1)
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.ranks:
                 raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.ranks} ranks')

@@ -126,7 +126,7 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.status = status or RankStatus()
         self._answered = False
-        self._meetings = 0
+        self._meetings = self._agreements = 0
         self._idle_since, self._used = self.status.clock(), 0.0
         """since when the main thread has used no CPU time, and its CPU time then"""
         self._stop = threading.Event()
@@ -188,14 +188,15 @@ class FailureGuard(AbstractContextManager[None]):
             return False
 
     def _agree(self, state: str) -> bool:
-        keys = [f'failing/{rank}' for rank in range(self.world_size)]
+        self._agreements += 1
+        keys = [f'failing/{self._agreements}/{rank}' for rank in range(self.world_size)]
         self._store.set(keys[self.rank], state)
         end = time.monotonic() + AGREE_S
         while time.monotonic() < end and not self._store.check(keys):
             time.sleep(POLL_S / 10)
         together = self._store.check(keys) and all(self._store.get(key).decode() == state for key in keys)
         # The first decision holds for all ranks: a late one would find all keys and wait for ranks that have ended.
-        return self._store.compare_set('together', '', 'yes' if together else 'no') == b'yes'
+        return self._store.compare_set(f'together/{self._agreements}', '', 'yes' if together else 'no') == b'yes'
 
     def _report(self, error: BaseException) -> None:
         if self._message is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, claim_folder
 from chatgpt.strategies.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
-from chatgpt.trainer.callbacks import Callback, CallbackList
+from chatgpt.trainer.callbacks import Callback, CallbackList, SaveCheckpoint
 from chatgpt.trainer.callbacks.defaults import with_defaults
 from chatgpt.trainer.failure import resume_flags, save_after_failure
 from chatgpt.trainer.fits import check_router_loss
@@ -180,6 +181,10 @@ class Trainer:
 
     @property
     def checkpoint_dir(self) -> Path | None:
+        """The folder of the checkpoints: the `path` of `SaveCheckpoint` if it has one, else in the run's folder."""
+        paths = [c.path for c in self.callbacks if isinstance(c, SaveCheckpoint)]
+        if paths and None not in paths:
+            return paths[0]
         return self.run_dir / 'checkpoints' if self.run_dir is not None else None
 
     def save_checkpoint(
@@ -188,7 +193,7 @@ class Trainer:
         """Writes everything that a resume needs, atomically. Call it on every rank, between phases.
 
         Args:
-            path: folder to write; None means `run_dir/checkpoints/step-<phase>`.
+            path: folder to write; None means `step-<phase>` in `checkpoint_dir`.
             score: stored with the checkpoint for keeping the best ones; higher is better. None: `phase_score`.
             background: return after a copy to host memory. A thread writes it, and `finish_saving`, or the next
                 checkpoint, completes it; until then it does not exist.
@@ -347,14 +352,15 @@ class Trainer:
         self._report_resume(num_phases)
         with self.strategy.failure_guard(), self._claimed(), self._signals:
             self.is_resuming = False  # not before the folder is locked, for `fit` may be called again
+            if self.resumed_from is not None:
+                self.strategy.run_on_rank0(partial(checkpointing.set_later_aside, self))
             try:
                 self.check_ranks('at the start')
                 self._note_clean()
                 self.callbacks.on_fit_start(self)
                 yield
-                self._signals.agree(self.strategy)
-                if self._signals.received is not None and self.run_dir is not None:
-                    standing = self.standing_checkpoint()
+                if self._signals.agree(self.strategy) and self.checkpoint_dir is not None:
+                    standing = self.strategy.run_on_rank0(self.standing_checkpoint)
                     # that of an interrupted phase stays: under the name of a phase it could replace the best one
                     is_cut = standing is not None and standing.name == CUT_SHORT
                     path = standing if standing is not None and is_cut else self.save_checkpoint()
@@ -362,6 +368,7 @@ class Trainer:
                         print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
                 self.callbacks.on_fit_end(self)
                 self.finish_saving()
+                self.strategy.barrier()  # a signal ends other ranks below, and rank 0 may still be writing
             except BaseException as error:
                 save_after_failure(self, self.steps, error)
                 self.callbacks.on_exception(self, error)

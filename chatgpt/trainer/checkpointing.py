@@ -38,6 +38,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from chatgpt.monitor.run_folder.lines import previous_of
+from chatgpt.nn.lora import is_shared
 from chatgpt.nn.weights import reloaded_names
 from chatgpt.strategies import Strategy
 from chatgpt.strategies.checkpoint import (
@@ -140,7 +142,8 @@ def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
         return {}
     model = trainer.models()[name]
     # A model without an optimizer may be one that is overwritten in training.
-    names = set(reloaded_names(trainer.strategy.unwrap(model))) if name in trainer.optimizers() else set()
+    bare = trainer.strategy.unwrap(model)
+    names = {*reloaded_names(bare), *_shared_tensors(bare)} if name in trainer.optimizers() else set()
     if name not in trainer.left_out:
         trainer.left_out[name] = _checksums(trainer.strategy, model, names)
     elif not names.issuperset(trainer.left_out[name]):  # some are trained since
@@ -148,14 +151,21 @@ def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
     return trainer.left_out[name]
 
 
+def _shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the frozen weights of a shared trunk, which every process holds whole and no checkpoint holds."""
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if is_shared(tensor)}
+
+
 def _checksums(strategy: Strategy, model: nn.Module, names: Container[str]) -> dict[str, int]:
     """Returns the sum of each named tensor's fp32 bits, the same on any layout. A collective."""
     own: Counter[str] = Counter()
-    for piece in strategy.model_pieces(model):
-        if piece.name in names:
-            data = piece.data.detach()
+    tensors = [(piece.name, piece.data) for piece in strategy.model_pieces(model)]
+    tensors += _shared_tensors(strategy.unwrap(model)).items() if strategy.processes.rank == 0 else ()
+    for name, tensor in tensors:
+        if name in names:
+            data = tensor.detach()
             bits = data.float().view(torch.int32) if data.is_floating_point() else data.view(torch.uint8)
-            own[piece.name] += int(bits.sum(dtype=torch.int64))
+            own[name] += int(bits.sum(dtype=torch.int64))
     total: Counter[str] = Counter()
     for sums in strategy.processes.all_gather_object(dict(own)):
         total.update(sums)
@@ -301,10 +311,10 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
     if str(path) == 'auto':
         root = trainer.checkpoint_dir
         if root is None:
-            raise ValueError("resume 'auto' needs a run_dir to look in")
+            raise ValueError("resume 'auto' needs a run_dir to look in, or SaveCheckpoint(path=...)")
         if not root.is_dir():
             return None
-        with claim_folder(root.parent):  # unfinished checkpoints may be of a run that is writing them
+        with claim_folder(trainer.run_dir or root):  # unfinished checkpoints may be of a run that is writing them
             recover(root)
         return latest(root)
     path = Path(path)
@@ -344,9 +354,19 @@ def _opened(folder: Path, process: int, num_processes: int) -> tuple[CheckpointR
     try:
         reader = CheckpointReader(folder, verify=False)
         reader.verify(process, num_processes)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return None, str(error)
     return reader, None
+
+
+def set_later_aside(trainer: TrainerView) -> None:
+    """Renames checkpoints of phases after that of the resume, which `--resume auto` would take. Call it on rank 0."""
+    root = trainer.checkpoint_dir
+    for path in list_checkpoints(root) if root is not None else ():
+        if (step_of(path) or 0) > trainer.phase:
+            aside = previous_of(path)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
 
 def _whole_before(folder: Path) -> Path | None:

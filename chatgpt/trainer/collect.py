@@ -98,7 +98,8 @@ class Collector:
         """Returns everything that determines samples, beside the seed."""
         prompts = self.draws.prompts.fingerprint() if self.draws.prompts is not None else None
         environment = {} if self.engine.environment is None else {'environment': self.engine.environment}
-        return {'sampling': self._generation(), 'prompts': prompts} | environment
+        strings = list(self.stop_strings.strings) if self.stop_strings is not None else []
+        return {'sampling': self._generation(), 'prompts': prompts, 'stop_strings': strings} | environment
 
     def facts(self) -> dict[str, Any]:
         """Returns the facts of generation and prompts for run.json; see `RunRecord`."""

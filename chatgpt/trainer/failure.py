@@ -22,7 +22,6 @@ from pathlib import Path
 
 from chatgpt.strategies.checkpoint import CUT_SHORT, CheckpointError, latest, list_checkpoints, step_folder
 from chatgpt.strategies.checkpoint.folder import score_of
-from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.run_control import RankMismatchError
 from chatgpt.trainer.step import Steps
@@ -30,8 +29,7 @@ from chatgpt.trainer.step import Steps
 
 def save_after_failure(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
     """Writes a checkpoint if possible, and prints the newest one. Never raises."""
-    own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
-    root = own[0] if own else trainer.checkpoint_dir
+    root = trainer.checkpoint_dir
     if not isinstance(error, (Exception, SystemExit)):
         return
     failed = f'the run failed in phase {trainer.phase + 1}'
@@ -56,13 +54,13 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
             'saved'
         )
         return f'{text}; {_standing(root)}'
+    with suppress(CheckpointError):
+        trainer.finish_saving()
     if steps.within or isinstance(error, RankMismatchError):
         why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
         return f'nothing was saved, because {why}; {_standing(root)}'
-    with suppress(CheckpointError):
-        trainer.finish_saving()
     exact = trainer.put_back()
-    path = trainer.standing_checkpoint()
+    path = trainer.strategy.run_on_rank0(trainer.standing_checkpoint)
     of_phase = step_folder(root, trainer.phase)
     is_taken = path is None and trainer.strategy.run_on_rank0(lambda: score_of(of_phase) is not None)
     if path is None:

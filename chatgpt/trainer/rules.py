@@ -189,6 +189,11 @@ STEP_RULES = [
 ]
 """for `PPOConfig` where the caller drives `generate` and `step`"""
 
+PAIR_RULES = changed(
+    ('positive_label',), lambda _: True, '{name}={value!r} is of labelled text, and the data is pairs: leave it out'
+)
+"""for `RewardModelConfig` with pairs of responses"""
+
 LABELLED_RULES = changed(
     ('loss_fn', 'use_margins', 'center_rewards_coefficient'),
     lambda _: True,

@@ -52,16 +52,19 @@ class StopSignals:
 
     def __exit__(self, *exc: object) -> None:
         for signum, handler in self._old.items():
-            signal.signal(signum, handler)
+            if handler is not None:  # one that was not set from Python
+                signal.signal(signum, handler)
         self._old.clear()
 
-    def agree(self, strategy: Strategy) -> None:
-        """Gives every rank the signal that one of them has received. A collective."""
+    def agree(self, strategy: Strategy) -> bool:
+        """Gives every rank the signal that one of them has received, and returns True if there is one. A collective."""
+        number = int(self.received or 0)
         if strategy.processes.world_size > 1:
-            own = torch.tensor(float(self.received or 0), device=strategy.device)
+            own = torch.tensor(float(number), device=strategy.device)
             number = int(strategy.all_reduce(own, op='max').item())
             if number:  # else one that arrives meanwhile stays
                 self.received = signal.Signals(number)
+        return number > 0
 
     def raise_received(self) -> None:
         """Ends the process as the signal does: KeyboardInterrupt, or exit code 128 + its number."""

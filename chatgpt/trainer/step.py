@@ -153,6 +153,8 @@ def learn_batch(
             continue
         if not strategy.numerics.scales_loss:
             steps.within = moved  # another model of this batch has stepped
+            for each in trained.values():
+                strategy.discard_gradients(each.optimizer)
             raise NonFiniteError(
                 f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this step. '
                 'Lower the learning rate, or compute in bf16 or fp32'

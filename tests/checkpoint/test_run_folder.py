@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import random
@@ -43,6 +45,15 @@ def test_names(tmp_path):
     with pytest.raises(ValueError, match='step=-1'):
         step_folder('runs', -1)
     assert latest(tmp_path / 'none') is None and list_checkpoints(tmp_path) == []
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, 'No locks available')
+
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    with pytest.warns(UserWarning, match=f'{tmp_path}: it cannot be locked .*No locks'), claim_folder(tmp_path):
+        pass
 
 
 def test_latest_counts_only_finished_checkpoints(tmp_path):

@@ -178,6 +178,37 @@ def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
         render((U('a'),), 'b', tokenizer)
 
 
+# An answer's reasoning is dropped: in all turns, or in all but the last.
+THINKS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}\n{% else %}"
+    "<a>{{ m.content.split('</think>')[-1] if KEPT else m.content }}<eos>\n{% endif %}{% endfor %}"
+    '{% if add_generation_prompt %}<a>{% endif %}'
+)
+
+
+def test_a_template_that_drops_a_part_of_the_answer_is_a_bad_record():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKS.replace('KEPT', 'true')
+    with pytest.raises(BadRecord, match='leaves out a part of the answer in turn 2; .*--tokenizer'):
+        render((U('a'),), '<think>why</think>b', tokenizer)
+    assert render((U('a'),), 'b', tokenizer)[1] == ('b<eos>\n', True)
+
+
+def test_of_a_template_that_rewrites_earlier_turns_the_last_answer_is_learned():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKS.replace('KEPT', 'not loop.last')
+    answers = (A('<think>x</think>b'), U('c'), A('<think>y</think>d'))
+    with pytest.warns(UserWarning, match='only the last answer is learned'):
+        pieces = render((U('a'),), answers, tokenizer)
+    assert pieces == [('<u>a\n<a>b<eos>\n<u>c\n<a>', False), ('<think>y</think>d<eos>\n', True)]
+
+
+def test_special_tokens_that_a_text_holds_are_not_added_again(with_begin):
+    text = tokenize_demonstration(Demonstration(prompt='', response='<bos>ab<eos>'), with_begin)
+    assert whole(text) == '^ab$'
+    assert tokenize_prompt(PromptExample(prompt='<bos>ab'), with_begin).ids.tolist() == [BOS, *ids('ab')]
+
+
 def test_preferences_share_the_prompt(plain, chat):
     found = tokenize_preference(Preference(prompt='p', responses=('a', 'bc', 'd'), scores=(3.0, 2.0, 1.0)), plain)
     assert [whole(s) for s in found.sequences()] == ['pa$', 'pbc$', 'pd$'] and found.scores == (3.0, 2.0, 1.0)

@@ -45,6 +45,7 @@ PPO_TOGETHER: list[dict[str, Any]] = [
     {'lora_rank': 2, 'num_layers_unfrozen': 1},
     {'overlong_buffer': 80, 'max_new_tokens': 64},
     {'lora_rank': 2, 'quantize': 'nf4'},
+    {'lora_rank': 2, 'lora_dropout': 0.1},
     {'optimizer': 'adamw8bit', 'strategy': 'fsdp'},
     {'compile_blocks': True, 'reproducible': 'exact'},
     {'compile_blocks': True} | GEMINI,
@@ -80,6 +81,7 @@ OTHERS: list[tuple[type, dict[str, Any]]] = [
     (SFTRun, {'validation_file': 'a', 'dataset': 'a', 'pretrain': 'gpt2'}),
     (SFTRun, {'dataset': 'a'}),
     (run_class('ilql'), {'lora_rank': 2}),
+    (run_class('dpo'), {'lora_rank': 2, 'lora_dropout': 0.1}),
 ]
 BROKEN = [*((PPORun, {name: value}) for name, value in ALONE.items()), *((PPORun, given) for given in PPO_TOGETHER)]
 BROKEN += OTHERS

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fake_trainer import FakeTrainer
 from ppo_on_ids import fit, make
-from tiny_runs import sft
+from tiny_runs import PROMPTS, ppo, sft
 
 from chatgpt.launch.recipes import make_callbacks
 from chatgpt.launch.runs import SFTRun
@@ -110,6 +110,30 @@ def test_an_unknown_metric_is_named_with_its_neighbours_and_an_evaluation_may_be
     keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='eval/win')
     FakeTrainer([keeper], tmp_path / 'c').fit([{'eval/win': win} for win in (0.5, math.nan, 0.9, 0.1)])
     assert saved(tmp_path / 'c' / 'checkpoints') == [3, 4]
+
+
+def test_a_folder_of_its_own_is_that_of_all_checkpoints(tmp_path):
+    own = [cb.SaveCheckpoint(tmp_path / 'ck')]
+    trainer = ppo(run_dir=tmp_path / 'run', callbacks=own)
+    trainer.fit(PROMPTS, 1, 2, 1)
+    assert saved(tmp_path / 'ck') == [1, 2] and not (tmp_path / 'run' / 'checkpoints').exists()
+    again = ppo(run_dir=tmp_path / 'run', callbacks=[cb.SaveCheckpoint(tmp_path / 'ck')])
+    assert again.load_checkpoint('auto') and again.phase == 2
+    assert again.save_checkpoint() == tmp_path / 'ck' / 'step-00000002'
+    two = ppo(run_dir=tmp_path / 'run', callbacks=[cb.SaveCheckpoint(), cb.SaveCheckpoint(tmp_path / 'ck')])
+    assert two.checkpoint_dir == tmp_path / 'run' / 'checkpoints'
+
+
+def test_checkpoints_after_that_of_a_resume_are_set_aside(tmp_path):
+    ppo(run_dir=tmp_path, callbacks=[cb.SaveCheckpoint()]).fit(PROMPTS, 1, 4, 1)
+    root = tmp_path / 'checkpoints'
+    again = ppo(run_dir=tmp_path, callbacks=[cb.SaveCheckpoint(interval=9)])
+    again.load_checkpoint(root / 'step-00000001')
+    assert saved(root) == [1, 2, 3, 4]  # until it learns
+    again.fit(PROMPTS, 1, 2, 1)
+    assert saved(root) == [1, 2] and (root / 'step-00000004.previous' / 'manifest.json').is_file()
+    last = ppo(run_dir=tmp_path)
+    assert last.load_checkpoint('auto') and last.phase == 2
 
 
 def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):

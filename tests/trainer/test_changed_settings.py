@@ -67,6 +67,15 @@ def test_another_optimizer_and_another_reward_are_named_and_used(saved):
     assert "reward 'vowels, source " in text and "→ 'consonants, source " in text
 
 
+def test_other_stop_strings_and_another_reference_are_named(saved):
+    _, (text,) = resumed(saved, stop_strings=['zz'])
+    assert "stop_strings [] → ['zz']" in text
+    trainer = ppo()
+    reference = trainer.strategy.unwrap(trainer.maker.reference.initial_model)
+    reference.model.config.name_or_path = 'another'
+    assert trainer.fingerprint()['initial_model'] == 'another'
+
+
 def test_groups_of_an_optimizer_are_told_apart_where_they_differ():
     first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = torch.optim.AdamW([{'params': [first]}, {'params': [second], 'weight_decay': 0.0}], weight_decay=0.1)

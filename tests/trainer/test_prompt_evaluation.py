@@ -15,6 +15,8 @@ from chatgpt.nn import GPTActor
 from chatgpt.rollout import Call, LocalEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.strategies.checkpoint import list_checkpoints
+from chatgpt.strategies.checkpoint.folder import score_of
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, PromptEvaluation
@@ -155,6 +157,14 @@ def test_the_best_checkpoint_by_an_evaluation_is_kept_the_last_one_included(tmp_
     evaluator = Evaluator(lambda trainer: {'score_mean': next(values)}, 2)
     sft(evaluator, saver, run_dir=tmp_path, max_steps=5, max_epochs=9).fit()
     assert sorted(p.name for p in (tmp_path / 'checkpoints').iterdir()) == [f'step-{k:08d}' for k in kept]
+
+
+def test_the_last_evaluation_scores_a_checkpoint_that_its_phase_has_written(tmp_path):
+    values = iter([0.0, 0.2, 0.9])  # before, at 2, after the last phase (3)
+    saver = SaveCheckpoint(interval=1, keep_last=1, keep_best=1, metric='eval/score_mean')
+    sft(Evaluator(lambda trainer: {'score_mean': next(values)}, 2), saver, run_dir=tmp_path, max_steps=3).fit()
+    [kept] = list_checkpoints(tmp_path / 'checkpoints')
+    assert kept.name == 'step-00000003' and score_of(kept) == 0.9
 
 
 def test_dpo_and_ppo_generate_with_their_actor():

@@ -142,6 +142,7 @@ def test_labels():
     good, bad = (1, True, 1.0), (0, -1, 'NEG')
     assert all(is_success(label, None) for label in good) and not any(is_success(label, None) for label in bad)
     assert is_success('joy', 'joy') and not is_success('anger', 'joy')
+    assert is_success(1.0, '1') and is_success(1, '1.0') and not is_success(0.0, '1')
 
 
 PAIRS = [preference([3], [5], [6])]
@@ -152,6 +153,8 @@ PAIRS = [preference([3], [5], [6])]
     [
         ([*PAIRS, labelled([5], 1)], {}, 'record 1 is a TokenizedLabelled among TokenizedPreferences'),
         ([labelled([5], 'blue')], {}, "label 'blue' is neither a success nor a failure; say which.* positive_label"),
+        ([labelled([5], 'joy')], {'positive_label': 'joi'}, "'joi' is the label of no record; there are 'joy'"),
+        (PAIRS, {'positive_label': 'joy'}, "positive_label='joy' is of labelled text"),
         (PAIRS, {'use_margins': True}, 'record 0 has no scores'),
         ([labelled([5], 1)], {'loss_fn': 'log_exp'}, "loss_fn='log_exp' is of pairs of responses"),
         (PAIRS, {'loss_fn': 'mse'}, "loss_fn='mse'"),

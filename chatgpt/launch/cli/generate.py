@@ -128,6 +128,11 @@ def add_model(group: Any) -> None:
         help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
     )
     add_settings(group, ModelSettings, only=('tokenizer', 'model'))
+    group.add_argument(
+        '--beta',
+        type=number,
+        help='weight of Q - V in what a model of the command ilql draws from; 0: its policy alone (default: 1)',
+    )
     add_trust(group)
 
 
@@ -290,14 +295,25 @@ def tokenizer_of(args: Any) -> Any:
 
 
 def load_actor(args: Any, strategy: Any) -> Any:
+    """Returns the model of the flags; one with Q heads draws as ILQL decodes, with --beta."""
     from chatgpt.launch.inputs import check_writes
+    from chatgpt.nn import ILQLModel
     from chatgpt.nn.kinds import MODELS
     from chatgpt.nn.loading import load_config
     from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
+    from chatgpt.nn.tensor_files import Q_HEADS_FILE, stored_file
 
     check_writes(load_config(args.pretrain, trust_remote_code=args.trust_remote_code), args.pretrain)
-    actor: Any = MODELS.find(args.model).actor
-    actor = actor(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
+    beta = getattr(args, 'beta', None)
+    actor: Any
+    if stored_file(args.pretrain, Q_HEADS_FILE) is not None:
+        actor = ILQLModel.from_pretrained(args.pretrain, trust_remote_code=args.trust_remote_code)
+        actor.decoding_beta = 1.0 if beta is None else beta
+    elif beta is not None:
+        raise ValueError(f'--beta is of a model that ilql trained, and {args.pretrain} has no Q heads: leave it out')
+    else:
+        kind: Any = MODELS.find(args.model).actor
+        actor = kind(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
     if args.weights and Path(args.weights, CONFIG_FILE).is_file():
         import_peft(actor, args.weights)
     elif args.weights:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -147,6 +148,10 @@ def claim_folder(root: str | os.PathLike[str]) -> ExitStack:
         raise CheckpointError(
             f'{root}: {holder} is writing here; wait for it to end or choose another folder'
         ) from None
+    except OSError as error:  # a file system without locks
+        file.close()
+        warnings.warn(f'{root}: it cannot be locked against other runs ({error.strerror})', stacklevel=2)
+        return ExitStack()
     file.seek(0)
     file.truncate()
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')

@@ -169,10 +169,7 @@ class CheckpointWriter:
     def _work(self) -> None:
         while self._files:
             name, data = self._files.popleft()
-            self._attempt(functools.partial(self._write_later, name, data))
-
-    def _write_later(self, name: str, data: Callable[[], bytes]) -> None:
-        self._write(name, data())
+            self._attempt(lambda name=name, data=data: self._write(name, data()))  # type: ignore[misc]
 
     @property
     def written(self) -> bool:

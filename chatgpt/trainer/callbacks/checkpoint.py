@@ -108,11 +108,12 @@ class SaveCheckpoint(Callback):
 
     def on_fit_end(self, trainer: TrainerView) -> None:
         self._finish(trainer, wait=True)
-        if self._saved_phase == trainer.phase:  # by the trainer itself if a signal ended the run
+        late = self._scored_after(trainer) if self.keep_best and self._score is None else None
+        if late is not None:
+            self._score = late
+        if self._saved_phase == trainer.phase and late is None:  # by the trainer itself if a signal ended the run
             self._prune(trainer)
         elif self.interval is not None or self.minutes is not None:
-            if self.keep_best and self._score is None:
-                self._score = self._scored_after(trainer)
             self._save(trainer)
 
     def _scored_after(self, trainer: TrainerView) -> float | None:

@@ -31,10 +31,6 @@ class LabelledAnswer:
     is_desirable: bool
     ref_logp: float | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.num_tokens
-
 
 class KTOObjective(Objective):
     """Objective of KTO. z0 is estimated in every train batch from answers paired with another prompt, over all ranks,

@@ -37,11 +37,6 @@ class Pair:
     ref_chosen: float | None = None
     ref_rejected: float | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Padded tokens of both answers in a batch."""
-        return 2 * max(self.chosen.num_tokens, self.rejected.num_tokens)
-
 
 def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
     """Returns all pairs of answers to a prompt that differ in rank (`TokenizedPreference.ranks`). Pairs share the

@@ -25,7 +25,7 @@ from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import RewardModelConfig
 from chatgpt.trainer.offline import Method, Objective, OfflineTrainer, check_patience, mean_over, of_kind
-from chatgpt.trainer.rules import LABELLED_RULES
+from chatgpt.trainer.rules import LABELLED_RULES, PAIR_RULES
 from chatgpt.trainer.schedule import permutation
 from chatgpt.types import Batch, Sequence
 
@@ -64,6 +64,7 @@ class PairwiseObjective(_RewardObjective):
 
     def records(self, data: SequenceOf[Any]) -> list[TokenizedPreference]:
         records = of_kind(data, TokenizedPreference)
+        check(self.config, PAIR_RULES)
         for i, record in enumerate(records):
             if self.config.use_margins and record.scores is None:
                 raise ValueError(f'use_margins=True, but record {i} has no scores')
@@ -129,6 +130,16 @@ class LabelledObjective(_RewardObjective):
         for record in records:
             is_success(record.label, self.config.positive_label)
         return records
+
+    def accept(
+        self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
+        train, for_eval = super().accept(train_data, eval_data)
+        name = self.config.positive_label
+        if name is not None and not any(is_success(record.label, name) for record in train):
+            found = ', '.join(sorted({repr(record.label) for record in train})[:5])
+            raise ValueError(f'positive_label={name!r} is the label of no record; there are {found}')
+        return train, for_eval
 
     def sequences(self, record: TokenizedLabelled) -> list[Sequence]:
         return [record.sequence]
@@ -225,10 +236,14 @@ def is_success(label: bool | int | float | str, positive_label: str | None = Non
     Raises:
         ValueError: without `positive_label`, a label that is not one of the known words.
     """
-    text = str(label).strip().lower()
+
+    def plain(value: Any) -> str:
+        text = str(value).strip().lower()
+        return {'1.0': '1', '0.0': '0', '-1.0': '-1'}.get(text, text)
+
+    text = plain(label)
     if positive_label is not None:
-        return text == positive_label.strip().lower()
-    text = {'1.0': '1', '0.0': '0', '-1.0': '-1'}.get(text, text)
+        return text == plain(positive_label)
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     raise ValueError(f'label {label!r} is neither a success nor a failure; say which one is with positive_label')
