@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GPT2ForSequenceClassification
 
 from chatgpt.launch import demo_world
-from chatgpt.nn import GPTRM, GPTActor
+from chatgpt.nn import GPTRM, GPTActor, ILQLModel
+from chatgpt.rollout import Call, LocalEngine, SamplingParams
 from chatgpt.trainer.experience import RewardFunctionError
+from chatgpt.types import Prompt
 
 
 @pytest.fixture(scope='module')
@@ -53,6 +55,27 @@ def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, cap
     assert found.out == wanted.out != plain.out
     warned = [line for line in found.err.splitlines() if line.startswith('warning')]
     assert warned == ([] if flag == '--weights' else ['warning: --model_path is called --weights here'])
+
+
+def test_a_model_with_q_heads_is_decoded_as_ilql_does(monkeypatch, capsys, folder, tmp_path):
+    torch.manual_seed(0)
+    model = ILQLModel.from_pretrained(folder / 'actor')
+    for head in model.target_q_heads:
+        for p in head.parameters():
+            torch.nn.init.normal_(p)
+    model.save_pretrained(tmp_path / 'ilql', tokenizer=demo_world.demo_tokenizer())
+    tokenizer = demo_world.demo_tokenizer()
+    ids = tokenizer('one day a fox', add_special_tokens=False)['input_ids']
+    for flags, beta in (([], 1.0), (['--beta=0'], 0.0), (['--beta=30'], 30.0)):
+        sampling = SamplingParams(max_new_tokens=8, do_sample=False)
+        with model.decoding(beta), LocalEngine() as engine:
+            engine.begin(model)
+            [want] = engine.generate(Call.of([Prompt(ids=torch.tensor(ids))], sampling, seed=0, indices=[0]))
+        words = ['generate', str(tmp_path / 'ilql'), 'one day a fox', '--max_new_tokens=8', '--greedy', *flags]
+        assert call(monkeypatch, *words) == 0
+        assert tokenizer.decode(want.response_ids, skip_special_tokens=True).strip() in capsys.readouterr().out
+    assert call(monkeypatch, 'generate', str(folder / 'actor'), 'a fox', '--beta=1') == 2
+    assert 'has no Q heads' in capsys.readouterr().err
 
 
 def test_evaluate_scores_every_prompt_with_the_columns_of_its_row(monkeypatch, capsys, folder, tmp_path):

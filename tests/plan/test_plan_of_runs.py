@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,40 @@ def test_examples_count_as_long_as_the_longest_of_the_data(tmp_path, no_weights)
     (tmp_path / 'pairs.jsonl').write_text(pair * 2)
     again = planning.setup_of(read_inputs(run))
     assert again.max_new_tokens == setup.max_new_tokens and again.max_prompt_tokens == setup.max_prompt_tokens + 6
+
+
+def test_of_packed_texts_nothing_is_cut(tmp_path, no_weights):
+    from chatgpt.launch.inputs import read_inputs
+    from chatgpt.launch.runs import SFTRun
+
+    (tmp_path / 'texts.jsonl').write_text(f'{{"text": "{"a" * 100}"}}\n{{"text": "{"b" * 7}"}}\n')
+    (tmp_path / 'eval.jsonl').write_text(f'{{"text": "{"c" * 100}"}}\n')
+    files = {'dataset': str(tmp_path / 'texts.jsonl'), 'validation_file': str(tmp_path / 'eval.jsonl')}
+    run = SFTRun(pretrain=str(no_weights), max_len=16, pack_examples=True, **files)
+    run.fill_defaults()
+    inputs = read_inputs(run)
+    assert sum(int(s.response_mask.sum()) for s in inputs.train) >= 100 + 1 + 7
+    assert all(s.num_tokens <= 16 for s in [*inputs.train, *inputs.validation])
+
+
+def test_answers_of_a_record_count_and_common_tokens_are_found(tmp_path, no_weights):
+    from chatgpt.launch.inputs import read_inputs
+    from chatgpt.launch.runs import RewardRun
+
+    rows = (f'{{"prompt": "aaa", "responses": {json.dumps(["b" * i for i in range(1, n)])}}}\n' for n in (3, 6))
+    (tmp_path / 'ranked.jsonl').write_text(''.join(rows))
+    run = RewardRun(pretrain=str(no_weights), dataset=str(tmp_path / 'ranked.jsonl'), train_batch_size=2)
+    setup = planning.setup_of(read_inputs(run))
+    assert setup.sequences_per_record == 5 and setup.shared_prompt_tokens == 4
+    assert setup.max_prompt_tokens + setup.max_new_tokens == 3 + 5 + 1
+    pair = replace(setup, sequences_per_record=0)
+    assert pair.sequences_per_record == 2
+    assert (
+        make_plan(setup).phases['learn'].device['activations'] > make_plan(pair).phases['learn'].device['activations']
+    )
+    tensors = [torch.tensor(ids) for ids in ([1, 2, 3, 4], [1, 2, 5], [1, 2, 3])]
+    assert [planning.shared_tokens(tensors[:n]) for n in range(4)] == [0, 4, 2, 2]
+    assert planning.shared_tokens([*tensors, torch.tensor([], dtype=torch.int64)]) == 0
 
 
 def test_a_run_that_does_not_fit_gets_advice(monkeypatch, capsys, tmp_path, no_weights):

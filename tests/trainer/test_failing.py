@@ -140,6 +140,25 @@ def test_weights_of_an_interrupted_phase_are_saved_apart_from_whole_phases(tmp_p
     assert torch.equal(weights(resumed('auto', run_dir=tmp_path / 'at once')), weights(first))
 
 
+def test_a_checkpoint_in_the_background_is_finished_though_a_later_step_failed(tmp_path, capsys, monkeypatch):
+    class Breaks(Callback):
+        def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == 2:
+                monkeypatch.setattr(torch.optim.AdamW, 'step', breaks)
+
+    def breaks(*args: Any, **kwargs: Any) -> None:
+        raise Broken('out of memory')
+
+    class Slow(SaveCheckpoint):
+        def _finish(self, trainer: Any, wait: bool) -> None:
+            if wait:
+                super()._finish(trainer, wait)
+
+    broken(run_dir=tmp_path, callbacks=[Slow(interval=2, background=True), Breaks()])
+    assert saved(tmp_path) == ['step-00000002']
+    assert 'some weights had moved and others not; the newest checkpoint is' in capsys.readouterr().err
+
+
 def test_half_a_step_and_a_run_that_has_learned_nothing_are_not_saved(tmp_path, capsys, monkeypatch):
     broken(run_dir=tmp_path, reward=BreaksIn(1))
     assert saved(tmp_path) == [] and 'the run failed' not in capsys.readouterr().err
@@ -313,6 +332,36 @@ def test_ranks_that_fail_together_save(tmp_path, kind):
     assert f'the run failed in phase 3; the state after phase 2 is kept in {path}' in failed[0][1]
     assert saved(tmp_path) == ['step-00000002']
     assert CheckpointReader(path).meta['phase'] == 2  # whole: every rank has written its part
+
+
+STOPPED = """
+import os, signal, time
+from chatgpt.strategies import DDPStrategy
+from chatgpt.trainer.callbacks import Callback
+from tiny_runs import ppo, vowels
+
+class Evicted(Callback):
+    order = 2000
+
+    def on_phase_end(self, trainer, step, metrics):
+        if trainer.strategy.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_fit_end(self, trainer):
+        if trainer.strategy.is_rank_0:
+            time.sleep(4)  # such as a tracker that sends its last lines
+            open('{folder}/done', 'w').close()
+
+with DDPStrategy(seed=3, device='cpu') as strategy, strategy.failure_guard():
+    trainer = ppo(strategy, vowels, run_dir='{folder}', max_new_tokens=4, callbacks=[Evicted()])
+    trainer.fit(['a one', 'a two', 'a three', 'a four'], 1, 4, 1)
+"""
+
+
+def test_a_stop_waits_for_what_rank_0_still_does(tmp_path):
+    stopped = run_source(STOPPED.format(folder=tmp_path))
+    assert [code for code, _ in stopped] == [143, 143], stopped
+    assert (tmp_path / 'done').is_file()
 
 
 def test_a_rank_that_fails_alone_names_the_newest_checkpoint(tmp_path):

@@ -197,6 +197,16 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
     assert torch.isfinite(before).all() and torch.equal(before, weights(trainer))
 
 
+def test_after_a_gradient_that_is_not_finite_no_model_keeps_one(monkeypatch):
+    trainer = make(critic=True)
+    trainer.set_prompts(prompts())
+    trainer.collect(1)
+    monkeypatch.setattr(type(trainer.strategy), 'optimizer_step', lambda *_, **__: float('inf'))
+    with pytest.raises(NonFiniteError, match='the gradient norm of the actor is inf'):
+        trainer.learn()
+    assert all(p.grad is None for m in (trainer.actor, trainer.critic) for p in m.parameters())
+
+
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     settings = {'kl_target': 6.0, 'score_scaling': 'running'}
     straight, phases = run(4, **settings)
