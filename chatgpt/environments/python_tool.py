@@ -16,6 +16,7 @@ import os
 import re
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -163,7 +164,8 @@ def _run(code: str, limits: Limits, *, bubblewrap: bool, folder: str | None = No
         raise RuntimeError(f'PythonTool: nothing was run: {" ".join(text.split())}')
     if end == 'ok' and process.returncode:
         # bwrap's exit code is 128 plus the number of the signal
-        end = 'killed' if process.returncode < 0 or process.returncode > 128 else 'error'
+        signalled = bubblewrap and 128 < process.returncode < 128 + signal.NSIG
+        end = 'killed' if process.returncode < 0 or signalled else 'error'
     return Outcome(text, end)
 
 

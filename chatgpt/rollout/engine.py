@@ -80,8 +80,6 @@ class RolloutEngine(ABC):
     abilities: Abilities
     environment: Mapping[str, Any] | None = None
     """for an engine of episodes: its environment and settings as JSON, compared when a run resumes"""
-    longest_opening = 0
-    """for an engine of episodes: the most tokens before a first turn so far, dataset prompt and first observation"""
     keeping = False
     """True if state made from the policy in this phase is reused in the next, so a 16-bit copy of it is kept too"""
     slice_tokens: int | None = None

@@ -77,7 +77,11 @@ class EpisodeEngine(EngineAround):
         self.stop_strings = stop_strings
         self.transcript = transcript or transcript_for(self.factory, tokenizer, self.settings)
         self.runner = Runner(self.factory, self.settings)
-        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
+        limits: dict[str, Any] = {n: getattr(self.settings, n) for n in ('max_turns', 'max_turn_tokens')}
+        if self.settings.apply_chat_template is not None:
+            limits['apply_chat_template'] = self.settings.apply_chat_template
+        if self.settings.chat_template_kwargs:
+            limits['chat_template_kwargs'] = dict(self.settings.chat_template_kwargs)
         self.environment = described(self.factory) | limits
         if engine.abilities.spans_ranks and not engine.abilities.takes_environments:
             raise ValueError(
@@ -294,7 +298,6 @@ class _Conversations:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
             self._refuse(t, error)
             return
-        self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
         if t.room < 1:

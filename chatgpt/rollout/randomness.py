@@ -102,9 +102,10 @@ def in_two_levels(probs: Tensor, uniform: Tensor, columns: int = COLUMNS) -> tup
     inside = torch.where(index < size, probs.gather(1, index.clamp(max=size - 1)), 0.0).cumsum(-1, dtype=torch.float64)
     rest = target - before
     # the sum of a block and the scan within it round differently, so `rest` may reach the end of the scan: then the
-    # token is the last one of the block with a probability above 0, where the scan first has its last value
+    # token is the last one of the block with a probability above 0, where the scan first has its last value; a row of
+    # NaN has no such place
     last = torch.searchsorted(inside, inside[:, -1:].contiguous())
-    place = torch.minimum(torch.searchsorted(inside, rest, right=True), last)
+    place = torch.minimum(torch.searchsorted(inside, rest, right=True), last).clamp_(max=columns - 1)
     return (block * columns + place).clamp_(max=size - 1), inside.gather(1, place) - rest
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chatgpt.rollout.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.wire import Around, ModelSpec, PackedSamples, Request
+from chatgpt.rollout.wire import Around, ModelSpec, Request
 
 START_S = 60.0
 """seconds before a warning that workers are still starting"""
@@ -165,7 +165,7 @@ class RayWorkers:
         return self.ray.put(bucket.numpy())
 
     def submit(self, worker: int, request: Request) -> Any:
-        return _PendingCall(self.actors[worker].generate.remote(request), self._places[worker], time.monotonic())
+        return self.call(worker, 'generate', request)
 
     def call(self, worker: int, method: str, *args: Any) -> Any:
         # Ray passes the value of a handle in place of the handle, unless it is inside of something
@@ -272,6 +272,3 @@ class _Actor:
 
     def call(self, method: str, args: Sequence[Any] = ()) -> Any:
         return getattr(self.worker, method)(*args)
-
-    def generate(self, request: Request) -> PackedSamples:
-        return self.worker.generate(request)

@@ -11,7 +11,7 @@ For workers that are larger than the share of one rank, such as vLLM on several 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -82,7 +82,8 @@ class SharedEngine(EngineAround):
         broadcasts."""
         value: Any = None
         error: Exception | None = None
-        with self.ranks.untimed():
+        # `untimed` ends where all ranks meet, and rank 0 may need the others before that
+        with self.ranks.untimed() if on_others is None else nullcontext():
             if self.ranks.is_rank_0:
                 try:
                     value = function()

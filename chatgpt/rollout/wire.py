@@ -66,10 +66,6 @@ class Manifest:
     def largest_bucket(self) -> int:
         return max(map(self.bucket_bytes, range(len(self.buckets))), default=0)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(self.bucket_bytes, range(len(self.buckets))))
-
 
 def policy_tensors(model: nn.Module, *, every_name: bool = False) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers of a transformers model by name, without adapters, which must be

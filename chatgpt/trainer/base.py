@@ -443,4 +443,5 @@ class Trainer:
         self.clock.reset()
 
     def _note_clean(self) -> None:
-        self._clean = deepcopy(self.state_dict()), self.steps.done, checkpointing.generator_states()
+        again = {} if self.collector is None else self.collector.before_in_flight()
+        self._clean = deepcopy(self.state_dict() | again), self.steps.done, checkpointing.generator_states()

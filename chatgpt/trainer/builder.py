@@ -31,7 +31,7 @@ from chatgpt.trainer.experience import ExperienceMaker, ExperienceSettings, Scor
 from chatgpt.trainer.experience.environment_scorer import environment_rewards
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.experience.scorers import Scorer, with_reward_model
-from chatgpt.trainer.fits import check_apart, check_models, check_one_process_per_rank, check_records
+from chatgpt.trainer.fits import check_apart, check_models, check_records
 from chatgpt.trainer.objectives.config import CriticLossSettings
 from chatgpt.trainer.policy import Policy, policy_for
 from chatgpt.trainer.rules import DECODE_RULES
@@ -131,7 +131,6 @@ def build(
     engine = engine or engine_for(bare)
     policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
     if environment is not None:
-        check_one_process_per_rank(strategy)
         check_writes_turns(getattr(bare, 'config', None))
         engine = EpisodeEngine(engine, environment, tokenizer, environment_settings, stop_strings=stop_strings)
         reward = _episode_reward(engine, reward)

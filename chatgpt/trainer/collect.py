@@ -269,6 +269,9 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         return {'timestep': self.timestep, 'fit_start': self.plan.start, **self.draws.state_dict()}
 
+    def before_in_flight(self) -> dict[str, Any]:
+        return self.draws.before_in_flight()
+
     def in_flight(self) -> dict[str, Any]:
         """Returns the state of a checkpoint beside `state_dict`: samples in flight, and answers of environments in a
         dropped phase, all ranks together. A collective."""

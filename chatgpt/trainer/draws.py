@@ -111,12 +111,26 @@ class Draws:
     def state_dict(self) -> dict[str, int]:
         return {'prompts_drawn': self.prompts_drawn, 'samples_drawn': self.samples_drawn}
 
+    def before_in_flight(self) -> dict[str, int]:
+        """Returns the counters before what is in flight, if that is dropped and has to be drawn again; else {}."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """Returns everything in flight as JSON and tensors, all ranks together. A collective."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if type(self) is Draws and state.get('schedule') and state.get('in_flight') and self.strategy.is_rank_0:
+        self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
+        records = state.get('in_flight')
+        if type(self) is not Draws or not records:
+            return
+        if not state.get('schedule'):
+            self.go_back(records)
+        elif self.strategy.is_rank_0:
             text = 'prompts in flight in the checkpoint of a stream are left out: only rollout workers go on with them'
             warnings.warn(text, stacklevel=2)
-        self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
+
+    def go_back(self, records: SequenceOf[Mapping[str, Any]]) -> None:
+        """Sets the counters to those before whole timesteps in flight, which are then drawn again."""
+        self.prompts_drawn = min(record['first_prompt'] for record in records)
+        self.samples_drawn = min(record['first_sample'] for record in records)

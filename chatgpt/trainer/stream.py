@@ -50,14 +50,15 @@ class Stream(Draws):
     one version of the weights, on whichever worker, and can be repeated. A thread serves workers that compute while the
     trainer learns. Which worker is free depends on time, so the order is recorded (`Schedule`).
 
-    Without, each timestep is one request, sent when its phase is drawn, and timesteps are taken in their order.
+    Without, each timestep is one request, sent when its phase is drawn, and timesteps are taken in their order, but for
+    one whose workers have died.
     """
 
     def __init__(self, engine: RolloutEngine, max_staleness: int, *given: Any, **functions: Any) -> None:
         super().__init__(*given, **functions)
         self.engine: Any = engine
         self.slice_tokens = engine.slice_tokens if max_staleness else None
-        self.queue = SampleQueue(max_staleness, apart=bool(self.slice_tokens and self.sampling.min_new_tokens))
+        self.queue = SampleQueue(max_staleness, apart=bool(self.sampling.min_new_tokens))
         self.held: dict[int, Sample] = {}
         """tokens of untaken samples and of those that this phase took, by index"""
         self.firsts: dict[int, tuple[int, int]] = {}
@@ -98,6 +99,7 @@ class Stream(Draws):
     def source(self, sizes: SequenceOf[int], version: int) -> Iterator[Callable[[], list[Sample]]]:
         sizes = [self.share * size for size in sizes[: 1 + self.queue.max_staleness]]
         with self._changed:
+            self._raise_error()
             self._take_up()
             self._send_recorded(version)
             self._weights = None
@@ -167,7 +169,7 @@ class Stream(Draws):
     def forget(self) -> None:
         with self._changed:
             self._withdraw(self.open)
-            self._loaded = {}
+            self._loaded, self._error = {}, None
             self.queue.taken.clear()
             self.held.clear()
             for entry in self.queue.entries.values():
@@ -283,9 +285,7 @@ class Stream(Draws):
 
     def _wait(self) -> None:
         """Waits until a request is answered, and sends further ones. Called with the lock."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._raise_error()
         if self._thread is not None:
             self._changed.wait()
         elif (request := self._first(self.open)) is not None:
@@ -293,6 +293,12 @@ class Stream(Draws):
             self._send()
         else:
             raise RuntimeError('a phase waits for samples, and nothing is in flight')
+
+    def _raise_error(self) -> None:
+        """Raises the error that has ended the thread, once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def _first(self, requests: SequenceOf[Open], timeout_s: float | None = None) -> Open | None:
         ticket = self.engine.first([r.ticket for r in requests], timeout_s) if requests else None
@@ -329,11 +335,9 @@ class Stream(Draws):
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the counters; those before the timesteps in flight if these are whole, so that an engine which does
-        not answer ahead generates them again."""
+    def before_in_flight(self) -> dict[str, int]:
         if self.slice_tokens or not self.queue.groups:
-            return super().state_dict()
+            return {}
         first_prompt, first_sample = self.firsts[min(self.queue.groups)]
         return {'prompts_drawn': first_prompt, 'samples_drawn': first_sample}
 
@@ -342,6 +346,7 @@ class Stream(Draws):
         if not self.queue.entries and not (self.slice_tokens and self.queue.schedule.requests):
             return {k: self._loaded[k] for k in ('in_flight', 'in_flight_from', 'schedule') if k in self._loaded}
         with self.strategy.ranks.untimed(), self._changed:
+            self._raise_error()
             self._send_recorded(self.queue.version + 1)
             for request in list(self.open):
                 self._receive(request)
@@ -403,6 +408,8 @@ class Stream(Draws):
         fits = loaded.get('in_flight_from') == self.made_from()
         if any(r.get('num_prompts', n) != n or ('indices' not in r and len(r['lengths']) != n * k) for r in records):
             self._warn_of_misfit(len(records), again=not schedules)
+            if not schedules:
+                self.go_back(records)
             return
         for record in records:
             first_prompt, first_sample, indices = record['first_prompt'], record['first_sample'], indices_of(record)

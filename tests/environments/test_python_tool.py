@@ -70,6 +70,7 @@ def test_exceptions_are_shown_from_the_codes_own_frames_on(unsafe):
 def test_exits(unsafe):
     for code, end in (('sys.exit()', 'ok'), ('sys.exit(3)', 'error'), ('os.abort()', 'killed')):
         assert run(f'import os, sys\nprint("so far", flush=True)\n{code}', unsafe) == ('so far\n', end)
+    assert run('import sys\nsys.exit(-1)', unsafe) == ('', 'error')  # exit code 255
 
 
 @MODES

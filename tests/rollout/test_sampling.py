@@ -294,6 +294,13 @@ def test_two_levels_draw_the_tokens_of_a_slow_loop(size):
     assert torch.equal(token, one_level[0]) and torch.allclose(room, one_level[1], rtol=0, atol=1e-12)
 
 
+def test_two_levels_of_nan_give_a_token_within_the_row_and_a_room_of_nan():
+    probs = torch.full((2, 20), 0.05)
+    probs[1] = float('nan')
+    token, room = in_two_levels(probs, torch.full((2, 1), 0.5, dtype=torch.float64), columns=8)
+    assert 0 <= int(token.min()) <= int(token.max()) < 20 and room.isnan().tolist() == [[False], [True]]
+
+
 def test_two_levels_never_draw_a_token_of_probability_zero_at_the_end_of_a_block():
     """The sum of the first block is rounded up above the end of its scan; the uniform number is between them."""
     probs = torch.zeros(1, 16)

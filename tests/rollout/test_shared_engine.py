@@ -46,7 +46,11 @@ def versions(samples: list[Sample]) -> list[Any]:
 
 def generate_on_rank() -> dict[str, Any]:
     workers = InProcessWorkers(2)
-    with DDPStrategy(seed=3, device='cpu') as strategy, SharedEngine(strategy, RemoteEngine(workers)) as engine:
+    with (
+        DDPStrategy(seed=3, device='cpu') as strategy,
+        strategy.failure_guard(),  # as in a run
+        SharedEngine(strategy, RemoteEngine(workers)) as engine,
+    ):
         model = tiny_causal_lm('gpt2')
         if strategy.rank == 1:  # its weights are not used
             torch.nn.init.zeros_(model.transformer.wte.weight)
@@ -98,7 +102,11 @@ def send_on_rank() -> dict[str, Any]:
     remote.fill_buckets = watched
     model, workers = tiny_causal_lm('gpt2'), InProcessWorkers(2)
     engine = RemoteEngine(workers, weight_transfer='tcp', bucket_bytes=8192)
-    with DDPStrategy(seed=3, device='cpu') as strategy, SharedEngine(strategy, engine) as shared:
+    with (
+        DDPStrategy(seed=3, device='cpu') as strategy,
+        strategy.failure_guard(),
+        SharedEngine(strategy, engine) as shared,
+    ):
         for _ in range(2):
             perturb(model)
             shared.begin(Actor(model))

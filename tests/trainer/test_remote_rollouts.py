@@ -152,6 +152,35 @@ def test_where_all_workers_die_what_they_had_is_asked_for_again_with_the_newest_
     assert trainer.ages == [{0}, {1}, {2}, {1}, {0}]
 
 
+def test_a_resume_after_such_a_death_learns_each_sample_once(tmp_path):
+    def run(more: Any, workers: Any) -> Any:
+        return make_stale(1, workers, more=more)
+
+    def dying() -> Any:
+        pool = InProcessWorkers(1)
+        pool.die_on = {5: 1}
+        return pool
+
+    with pytest.warns(UserWarning, match='generates its .* prompts again'):
+        whole, first = fit(run([], dying()), 5), fit(run([StopAfter(2)], dying()), 5)
+    assert indices(first)[-4:] == [8, 9, 10, 11]  # out of their order
+    again = run([], 2)
+    again.load_checkpoint(first.save_checkpoint(tmp_path))
+    assert indices(first, fit(again, 5)) == indices(whole) and sorted(indices(whole)) == list(range(20))
+
+
+def dying_on_rank_0() -> list[int]:
+    with DDPStrategy(seed=3, device='cpu', timeout_s=60) as strategy:
+        pool = InProcessWorkers(1)
+        pool.die_on = {5: 1} if strategy.rank == 0 else {}
+        return indices(fit(make_stale(1, pool, strategy=strategy), 5))
+
+
+def test_a_death_on_one_rank_changes_the_order_of_its_samples_alone():
+    for found in run_distributed(dying_on_rank_0, 2):
+        assert found != list(range(20)) and sorted(found) == list(range(20))
+
+
 class StopAt(Callback):
     def __init__(self, timestep: int) -> None:
         self.timestep = timestep

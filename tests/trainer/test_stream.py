@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,49 @@ def test_groups_stay_together_and_stop_strings_and_minimal_lengths_hold_across_p
             stop, ids = trainer.sampling.stop, e.response_ids.tolist()
             ends = [n for n in range(3, len(ids) + 1) if stop(ids[:n])]
             assert len(ids) >= 3 and ends in ([], [len(ids)]) and (e.finish_reason != 'stop' or ends)
+
+
+def test_fresh_responses_keep_their_minimal_length_beside_continued_ones(tmp_path):
+    settings: Any = {'min_new_tokens': 4, 'max_new_tokens': 8, 'eos_token_ids': tuple(range(2, 40))}
+    parts = RemoteEngine(InProcessWorkers(2), chunk_size=3, slice_tokens=5)
+    first = make(StopAfter(2), slowness={0: 5.0}, engine=parts, **settings)
+    fit(first)
+    again = make(engine=RemoteEngine(InProcessWorkers(2)), **settings)
+    again.load_checkpoint(first.save_checkpoint(tmp_path))
+    fit(again)
+    assert all(len(ids) >= 4 for phase in learned(first, again) for _, ids, *_ in phase)
+
+
+class Fails(InProcessWorkers):
+    """Workers that compute beside the trainer, of which one raises when `fails`."""
+
+    beside, fails = True, False
+
+    def wait(self, handle: Any) -> Any:
+        if self.fails:
+            self.fails = False
+            raise FloatingPointError('in a worker')
+        return super().wait(handle)
+
+
+@pytest.mark.filterwarnings('error::pytest.PytestUnhandledThreadExceptionWarning')
+def test_an_error_of_a_worker_is_that_of_the_run_also_where_a_checkpoint_comes_first(tmp_path):
+    pool = Fails(2)
+
+    class Waits(Callback):
+        def on_make_experience_end(self, trainer: Any, experiences: Any) -> None:
+            pool.fails = True
+            stream = trainer.collector.draws
+            end = time.monotonic() + 60
+            while stream._error is None and time.monotonic() < end:
+                time.sleep(0.01)
+
+        def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            trainer.save_checkpoint(tmp_path)
+
+    trainer = make(Waits(), engine=RemoteEngine(pool, chunk_size=1, slice_tokens=1, weight_transfer='store'))
+    with pytest.raises(FloatingPointError, match='in a worker'):
+        fit(trainer)
 
 
 class Around(EngineAround):
