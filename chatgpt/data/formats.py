@@ -388,34 +388,36 @@ def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_promp
     return apply_template([t._asdict() for t in turns], tokenizer, add_generation_prompt=add_generation_prompt)
 
 
+OWN_TEMPLATE = 'copy the folder of the tokenizer, change chat_template there, and give that folder with --tokenizer'
+
+
 def _template_pieces(prompt: tuple[Message, ...], response: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
-    turns, done = [*prompt, *response], ''
+    turns = [*prompt, *response]
+    answers = [i for i in range(len(prompt), len(turns)) if turns[i].role == 'assistant']
+    before_each = [_templated(turns[:i], tokenizer, add_generation_prompt=True) for i in answers]
+    after_each = [_templated(turns[: i + 1], tokenizer, add_generation_prompt=False) for i in answers]
     pieces: list[Piece] = []
-    for i, turn in enumerate(turns):
-        if i < len(prompt) or turn.role != 'assistant':
-            continue
-        before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
-        after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)
+    for i, before, after, done in zip(answers, before_each, after_each, ['', *after_each], strict=False):
         if not before.startswith(done):
             warnings.warn(
                 "the tokenizer's chat template rewrites earlier turns of a conversation: of each, only the last answer "
-                'is learned; copy the folder of the tokenizer, change chat_template there, and give it with '
-                '--tokenizer, to learn all of them',
+                f'is learned. To learn all of them {OWN_TEMPLATE}',
                 stacklevel=2,
             )
-            last = max(number for number, turn in enumerate(turns) if turn.role == 'assistant')
-            return _template_pieces(tuple(turns[:last]), (turns[last],), tokenizer)
-        answer = after[len(before) :]
-        lacks = ''
-        if not after.startswith(before):  # such as <think>
-            lacks = 'begins answers with something that it leaves out afterwards'
-        elif ''.join(turn.content.split()) not in ''.join(answer.split()):  # such as what <think> encloses
-            lacks = f'leaves out a part of the answer in turn {i + 1}'
-        if lacks:
-            raise BadRecord(
-                f"the tokenizer's chat template {lacks}; copy the folder of the tokenizer, change chat_template there, "
-                'and give it with --tokenizer'
-            )
-        pieces += [Piece(before[len(done) :], False), Piece(answer, True)]
-        done = after
+            last = _answer_in(turns[answers[-1]], before_each[-1], after_each[-1])
+            return [Piece(before_each[-1], False), Piece(last, True)]
+        pieces += [Piece(before[len(done) :], False), Piece(_answer_in(turns[i], before, after), True)]
     return pieces
+
+
+def _answer_in(turn: Message, before: str, after: str) -> str:
+    """Returns what a template writes for an answer. Raises BadRecord if it lacks a part of it."""
+    answer, lacks = after[len(before) :], ''
+    content, written = (''.join(text.split()) for text in (turn.content, answer))
+    if not after.startswith(before):  # such as <think>
+        lacks = 'begins answers with something that it leaves out afterwards'
+    elif content not in written and len(written) < len(content):  # such as what <think> encloses
+        lacks = 'leaves out a part of the answer'
+    if lacks:
+        raise BadRecord(f"the tokenizer's chat template {lacks}; {OWN_TEMPLATE}")
+    return answer

@@ -31,7 +31,7 @@ from chatgpt.data.reading import (
     without_frame,
     without_remedy,
 )
-from chatgpt.data.shapes import SYSTEM, method_hint, misspelt, prompt_of, shape_of, to_example
+from chatgpt.data.shapes import INPUT, PROMPT, SYSTEM, method_hint, misspelt, prompt_of, shape_of, to_example
 from chatgpt.data.tokenize import Overflow, tokenize_prompt
 from chatgpt.names import TEXTS
 from chatgpt.types import Prompt
@@ -196,7 +196,9 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
     if column in data:
         if data[column] is None:
             raise BadRecord(f'the prompt in column {column!r} is empty')
-        prompt, _ = prompt_of({'prompt': data[column]} | {name: data.get(name) for name in SYSTEM})
+        beside = (*SYSTEM, *(INPUT if column in PROMPT[1:] else ()))
+        read = {name: data[name] for name in beside if name in data}
+        prompt, _ = prompt_of({column if column in PROMPT else 'prompt': data[column]} | read)
         if isinstance(prompt, tuple) and prompt[-1].role == 'assistant':
             raise BadRecord('the prompt ends with a turn of the assistant, where an answer is to come; drop it')
         return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)
@@ -219,13 +221,14 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
 
 
 def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the columns of a recognised record for reward functions: all, including the reference answer, except
-    those of the prompt."""
+    """Returns the columns of a recognised record for reward functions: all, including the reference answer and what
+    stands beside a question, except that of the prompt."""
     try:
         _, used = prompt_of(data)
     except BadRecord:  # whole dialogues, where prompt and responses share columns
         used = set()
-    return {k: v for k, v in data.items() if k not in used}
+    beside = () if 'instruction' in used else (*SYSTEM, *(INPUT if used & set(PROMPT) else ()))
+    return {k: v for k, v in data.items() if k not in used or k in beside}
 
 
 def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:

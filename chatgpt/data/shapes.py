@@ -54,7 +54,7 @@ SHAPES = {
     'text': 'text, optionally with label or reward',
 }
 _SCORES = (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score'))
-_OPTIONAL = frozenset({'scores', 'ranks', 'margin', 'history', *SYSTEM, *TURNS}.union(*_SCORES))
+_OPTIONAL = frozenset({'scores', 'ranks', 'margin', 'history', *TURNS}.union(*_SCORES))
 """an empty cell in one of these columns is an absent one"""
 KNOWN = frozenset({'instruction', 'text'}.union(PROMPT, ANSWER, INPUT, TURNS, COMPARED, RANKED, LABEL, *PAIRS))
 _COMMANDS = {
@@ -122,7 +122,10 @@ def to_example(data: Mapping[str, Any], where: str = 'data') -> Example:
     Demonstration(prompt='2 + 3?', response='5', columns={}, where='data')
     """
     data = {k: v for k, v in data.items() if k not in _OPTIONAL or not (isinstance(v, str) and not v)}
-    return _BUILDERS[shape_of(data)](data, where)
+    example = _BUILDERS[shape_of(data)](data, where)
+    if not isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
+        _check_no_tools(data)
+    return example
 
 
 # --- builders, one for each shape ----------------------------------------------------------------------------------
@@ -143,7 +146,6 @@ def _preference(data: Mapping[str, Any], where: str) -> Example:
     prompt, used = prompt_of(data)
     better, worse = _pair_of(data)
     pair = (_answer(data[better], better), _answer(data[worse], worse))
-    _check_no_tools(data)
     if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
         return _whole_dialogues(data, better, worse, where)  # the responses repeat the prompt's turns
     if isinstance(prompt, tuple) and prompt[-1].role == _ASSISTANT:
@@ -255,7 +257,6 @@ def _messages(data: Mapping[str, Any], where: str) -> Example:
     turns = _with_system(messages_of(data[key], key), data)
     labelled = bool(_first_given(data, LABEL, missing=''))
     if labelled or turns[-1].role == _ASSISTANT:
-        _check_no_tools(data)
         prompt, answer = split_turns(turns, last=labelled)
         return _answered(prompt, answer, data, {key, *SYSTEM}, where)
     return PromptExample(prompt=turns, columns=_rest(data, {key, *SYSTEM}), where=where)
@@ -315,7 +316,7 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         _not_blank(instruction, 'the instruction')
         prompt = Instruction(instruction, _string(data[key], key) if key else '')
         history, used = _from_json(data.get('history')) or [], {'instruction', key, 'history', *SYSTEM}
-        if not history and not _first_given(data, SYSTEM, missing=''):
+        if not history and not _system_of(data):
             return prompt, used
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history):
             raise BadRecord('history is not a list of pairs, each a question and its answer')
@@ -334,11 +335,11 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         return _with_system(messages_of(data[key], key), data), {key, *SYSTEM}
     text = _string(data[key], key)
     _not_blank(text, f'the {"prompt" if key in PROMPT else key}')
-    about = data.get(beside := _input_of(data)) if key in PROMPT[1:] else None  # a question about a text or a table
-    asked = Instruction(text, about) if isinstance(about, str) else None
+    beside = _input_of(data) if key in PROMPT[1:] else ''  # a question about a text or a table
+    asked = Instruction(text, data[beside]) if beside and isinstance(data[beside], str) else None
     used = {key, beside} if asked is not None else {key}
-    told = data.get(_first_given(data, SYSTEM, missing=''))
-    if isinstance(told, str) and told.strip() and _HH_ASSISTANT not in text:
+    # a blank one too: a file's records have one format
+    if _HH_ASSISTANT not in text and any(isinstance(data.get(name), str) for name in SYSTEM):
         turn = Message(_USER, instruction_text(asked) if asked is not None else text)
         return _with_system((turn,), data), {*used, *SYSTEM}
     return asked or text, used
@@ -436,9 +437,14 @@ def _answer(value: Any, column: str) -> ResponseText:
 
 
 def _with_system(turns: tuple[Message, ...], data: Mapping[str, Any]) -> tuple[Message, ...]:
-    key = _first_given(data, SYSTEM, missing='')
-    system = _string(data[key], key) if key else ''
-    return (Message('system', system), *turns) if system.strip() and turns[0].role != 'system' else turns
+    system = _system_of(data)
+    return (Message('system', system), *turns) if system and turns[0].role != 'system' else turns
+
+
+def _system_of(data: Mapping[str, Any]) -> str:
+    """Returns the first text of `SYSTEM` that is not blank, else ''."""
+    given = (data.get(name) for name in SYSTEM)
+    return next((text for text in given if isinstance(text, str) and text.strip()), '')
 
 
 def _input_of(data: Mapping[str, Any]) -> str:

@@ -295,6 +295,10 @@ def _encode_answers(
         return _encode_texts(responses, tokenizer, end, options)
     rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
     prompt_text = rendered[0][0].text
+    if any(pieces[0].text != prompt_text for pieces in rendered):
+        raise BadRecord(
+            "the tokenizer's chat template rewrites earlier turns, so answers of several turns have no prompt in common"
+        )
     ids = prompt_ids(prompt_text, tokenizer, templated=templated, begin=options.begin)
     if not ids:
         raise BadRecord('the prompt has no tokens')

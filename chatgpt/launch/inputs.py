@@ -416,7 +416,8 @@ def read_sft(run: DataRun, inputs: Inputs) -> None:
     if packs:
         train[:] = pack(train, run.max_tokens)
         if validation:  # which is not packed
-            validation = load_demonstrations(source, inputs.tokenizer, **options)[1]
+            with warnings.catch_warnings(action='ignore'):  # of the same records
+                validation = load_demonstrations(source, inputs.tokenizer, **options)[1]
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
     if isinstance(run, SFTRun):

@@ -114,8 +114,8 @@ class FailureGuard(AbstractContextManager[None]):
 
     Keys in the store: `failure` (the first message), `seen` (number of ranks that have read it), `done` and `gone`
     (number of ranks that left without an error, and that know that all did), `asked` (locations are requested),
-    `at/RANK` (the locations), `failing/RANK` (where a rank failed), `together` (whether all failed at the same place),
-    `met/N` (number of ranks at the N-th meeting).
+    `at/RANK` (the locations), `failing/N/RANK` (where a rank failed the N-th time), `together/N` (whether all failed at
+    the same place), `met/N` (number of ranks at the N-th meeting).
     """
 
     _active: ClassVar[FailureGuard | None] = None

@@ -359,7 +359,8 @@ class Trainer:
                 self._note_clean()
                 self.callbacks.on_fit_start(self)
                 yield
-                if self._signals.agree(self.strategy) and self.checkpoint_dir is not None:
+                stopped = self._signals.agree(self.strategy)
+                if stopped and self.checkpoint_dir is not None:
                     standing = self.strategy.run_on_rank0(self.standing_checkpoint)
                     # that of an interrupted phase stays: under the name of a phase it could replace the best one
                     is_cut = standing is not None and standing.name == CUT_SHORT
@@ -368,7 +369,8 @@ class Trainer:
                         print(f'stopped after phase {self.phase}; continue with {resume_flags(path)}', flush=True)
                 self.callbacks.on_fit_end(self)
                 self.finish_saving()
-                self.strategy.barrier()  # a signal ends other ranks below, and rank 0 may still be writing
+                if stopped:  # it ends the other ranks below, and rank 0 may still be writing
+                    self.strategy.barrier()
             except BaseException as error:
                 save_after_failure(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
@@ -401,12 +403,13 @@ class Trainer:
 
     @contextmanager
     def _claimed(self) -> Iterator[None]:
-        """Locks the run folder on rank 0."""
+        """Locks the run folder, and that of the checkpoints, on rank 0."""
         with ExitStack() as held:
 
             def claim() -> None:
-                if self.run_dir is not None:
-                    held.enter_context(claim_folder(self.run_dir))
+                for folder in {self.run_dir, checkpointing.locked_folder(self)}:
+                    if folder is not None:
+                        held.enter_context(claim_folder(folder))
 
             self.strategy.run_on_rank0(claim)
             yield

@@ -39,7 +39,6 @@ import torch
 from torch import nn
 
 from chatgpt.monitor.run_folder.lines import previous_of
-from chatgpt.nn.lora import is_shared
 from chatgpt.nn.weights import reloaded_names
 from chatgpt.strategies import Strategy
 from chatgpt.strategies.checkpoint import (
@@ -92,7 +91,7 @@ def begin_checkpoint(
     score = trainer.phase_score if score is None else score
     if path is None:
         if trainer.checkpoint_dir is None:
-            raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir')
+            raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir or SaveCheckpoint(path=...)')
         path = step_folder(trainer.checkpoint_dir, trainer.phase)
     path = Path(path)
     optimizers = {name: strategy.optimizer_state(optimizer) for name, optimizer in trainer.optimizers().items()}
@@ -142,8 +141,7 @@ def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
         return {}
     model = trainer.models()[name]
     # A model without an optimizer may be one that is overwritten in training.
-    bare = trainer.strategy.unwrap(model)
-    names = {*reloaded_names(bare), *_shared_tensors(bare)} if name in trainer.optimizers() else set()
+    names = set(reloaded_names(trainer.strategy.unwrap(model))) if name in trainer.optimizers() else set()
     if name not in trainer.left_out:
         trainer.left_out[name] = _checksums(trainer.strategy, model, names)
     elif not names.issuperset(trainer.left_out[name]):  # some are trained since
@@ -151,21 +149,14 @@ def _left_out(trainer: TrainerView, name: str) -> dict[str, int]:
     return trainer.left_out[name]
 
 
-def _shared_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the frozen weights of a shared trunk, which every process holds whole and no checkpoint holds."""
-    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if is_shared(tensor)}
-
-
 def _checksums(strategy: Strategy, model: nn.Module, names: Container[str]) -> dict[str, int]:
     """Returns the sum of each named tensor's fp32 bits, the same on any layout. A collective."""
     own: Counter[str] = Counter()
-    tensors = [(piece.name, piece.data) for piece in strategy.model_pieces(model)]
-    tensors += _shared_tensors(strategy.unwrap(model)).items() if strategy.processes.rank == 0 else ()
-    for name, tensor in tensors:
-        if name in names:
-            data = tensor.detach()
+    for piece in strategy.model_pieces(model):
+        if piece.name in names:
+            data = piece.data.detach()
             bits = data.float().view(torch.int32) if data.is_floating_point() else data.view(torch.uint8)
-            own[name] += int(bits.sum(dtype=torch.int64))
+            own[piece.name] += int(bits.sum(dtype=torch.int64))
     total: Counter[str] = Counter()
     for sums in strategy.processes.all_gather_object(dict(own)):
         total.update(sums)
@@ -307,6 +298,13 @@ def layout_of(trainer: TrainerView) -> dict[str, Any]:
     }
 
 
+def locked_folder(trainer: TrainerView) -> Path | None:
+    """Returns the folder whose lock guards the checkpoints: the run's, or their own if they lie outside of it."""
+    root, run_dir = trainer.checkpoint_dir, trainer.run_dir
+    inside = run_dir is not None and (root is None or run_dir.absolute() in root.absolute().parents)
+    return run_dir if inside else root
+
+
 def _find(trainer: TrainerView, path: str | Path) -> Path | None:
     if str(path) == 'auto':
         root = trainer.checkpoint_dir
@@ -314,7 +312,7 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
             raise ValueError("resume 'auto' needs a run_dir to look in, or SaveCheckpoint(path=...)")
         if not root.is_dir():
             return None
-        with claim_folder(trainer.run_dir or root):  # unfinished checkpoints may be of a run that is writing them
+        with claim_folder(locked_folder(trainer) or root):  # unfinished ones may be of a run that is writing them
             recover(root)
         return latest(root)
     path = Path(path)

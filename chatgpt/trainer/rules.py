@@ -50,11 +50,6 @@ PPO_RULES = [
     *changed(
         ('kl_horizon',), lambda s: s.kl_target is None, '{name}={value} is of an adaptive kl_coef: give kl_target too'
     ),
-    *changed(
-        ('kl_loss_kind',),
-        lambda s: s.kl_in != 'loss',
-        "{name}={value!r} is of the KL in the loss: give kl_in='loss', or kl_kind for the KL in the reward",
-    ),
     Rule(
         lambda s: s.kl_in == 'loss' and s.kl_kind == 'full',
         "kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind",

@@ -128,9 +128,9 @@ class PhaseClock:
         self.cpu.clear()
 
 
-MAY_DIFFER = ('callbacks', 'reward')
+MAY_DIFFER = ('callbacks', 'reward', 'initial_model')
 """state that may differ between ranks: some callbacks write files and count on rank 0 alone; a reward function is
-called only there, and may hold a device or a rank"""
+called only there, and may hold a device or a rank; a model's folder may be one of its machine"""
 MAX_SHOWN = 4
 
 

@@ -307,10 +307,14 @@ def test_context_chosen_rejected():
     assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
 
 
+TURN = (Message('user', 'p'),)
+
+
 @pytest.mark.parametrize(
     ('text', 'expected'),
     [
-        ('prompt,chosen,rejected,system,margin\np,c,r,,\n', Preference(prompt='p', responses=('c', 'r'))),
+        # a turn, as in records with a system message
+        ('prompt,chosen,rejected,system,margin\np,c,r,,\n', Preference(prompt=TURN, responses=('c', 'r'))),
         ('chosen,rejected,score_chosen,score_rejected\nc,r,,\n', Preference(prompt='', responses=('c', 'r'))),
         (
             'prompt,responses,scores,ranks\np,"[""a"", ""b""]",,"[2, 1]"\n',

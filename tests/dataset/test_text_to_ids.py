@@ -189,7 +189,7 @@ THINKS = (
 def test_a_template_that_drops_a_part_of_the_answer_is_a_bad_record():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKS.replace('KEPT', 'true')
-    with pytest.raises(BadRecord, match='leaves out a part of the answer in turn 2; .*--tokenizer'):
+    with pytest.raises(BadRecord, match='leaves out a part of the answer; .*--tokenizer'):
         render((U('a'),), '<think>why</think>b', tokenizer)
     assert render((U('a'),), 'b', tokenizer)[1] == ('b<eos>\n', True)
 
@@ -201,6 +201,15 @@ def test_of_a_template_that_rewrites_earlier_turns_the_last_answer_is_learned():
     with pytest.warns(UserWarning, match='only the last answer is learned'):
         pieces = render((U('a'),), answers, tokenizer)
     assert pieces == [('<u>a\n<a>b<eos>\n<u>c\n<a>', False), ('<think>y</think>d<eos>\n', True)]
+    other = (A('<think>z</think>b'), U('other'), A('d'))
+    with pytest.warns(UserWarning), pytest.raises(BadRecord, match='have no prompt in common'):
+        tokenize_preference(Preference(prompt=(U('a'),), responses=(answers, other)), tokenizer)
+
+
+def test_a_template_that_escapes_answers_keeps_them():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = '{% for m in messages %}[{{ m.content | e }}]{% endfor %}'
+    assert render((U('a'),), 'x < y', tokenizer)[1] == ('[x &lt; y]', True)
 
 
 def test_special_tokens_that_a_text_holds_are_not_added_again(with_begin):

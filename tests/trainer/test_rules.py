@@ -38,7 +38,6 @@ BROKEN: list[dict[str, Any]] = [
     {'policy_loss': 'gspo', 'loss_aggregation': 'token'},
     {'kl_in': 'loss', 'kl_kind': 'full'},
     {'kl_horizon': 100.0},
-    {'kl_loss_kind': 'k2'},
     {'kl_target': 6.0, 'kl_coef': 0.0},
     *(APART | {name: value} for name, value in {'kl_coef': 0.1, 'score_scaling': 'norm', 'score_clip': 3.0}.items()),
     *(APART | {name: value} for name, value in {'missing_eos_score': -1.0, 'overlong_buffer': 4}.items()),

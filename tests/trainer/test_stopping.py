@@ -186,8 +186,8 @@ def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_before_it(tmp_pa
     back.load_checkpoint(folders[1])
     with pytest.raises(SystemExit):
         fit(back, 4)
-    written = tmp_path / 'checkpoints' / 'step-00000003'  # auto would take the damaged fourth
-    assert f'stopped after phase 3; continue with --resume {written}\n' in capsys.readouterr().out
+    written = tmp_path / 'checkpoints' / 'step-00000003'  # the damaged fourth is set aside
+    assert f'stopped after phase 3; continue with --resume auto or --resume {written}\n' in capsys.readouterr().out
 
 
 def done_phases(folder: Path) -> int:

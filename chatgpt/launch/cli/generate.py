@@ -308,7 +308,7 @@ def load_actor(args: Any, strategy: Any) -> Any:
     actor: Any
     if stored_file(args.pretrain, Q_HEADS_FILE) is not None:
         actor = ILQLModel.from_pretrained(args.pretrain, trust_remote_code=args.trust_remote_code)
-        actor.decoding_beta = 1.0 if beta is None else beta
+        actor.decoding_beta = 1.0 if beta is None else beta or None  # 0: the policy alone
     elif beta is not None:
         raise ValueError(f'--beta is of a model that ilql trained, and {args.pretrain} has no Q heads: leave it out')
     else:

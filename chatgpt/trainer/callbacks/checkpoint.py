@@ -20,7 +20,8 @@ class SaveCheckpoint(Callback):
     callbacks, so a checkpoint holds their states after the phase.
 
     Args:
-        path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
+        path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`. A
+            path makes it the trainer's `checkpoint_dir`.
         interval: learning phases between checkpoints; None uses `minutes` alone.
         minutes: save after the phase in which the last checkpoint reaches this age, by the clock of rank 0; None uses
             `interval` alone. With neither, none is saved, and only those of an interrupted run are counted and removed.
@@ -111,10 +112,14 @@ class SaveCheckpoint(Callback):
         late = self._scored_after(trainer) if self.keep_best and self._score is None else None
         if late is not None:
             self._score = late
-        if self._saved_phase == trainer.phase and late is None:  # by the trainer itself if a signal ended the run
-            self._prune(trainer)
-        elif self.interval is not None or self.minutes is not None:
+        if self.interval is None and self.minutes is None:
+            return self._prune(trainer)
+        # after a signal the trainer has saved, and the state may be that of an interrupted phase
+        again = late is not None and trainer.phase == trainer.num_phases
+        if self._saved_phase != trainer.phase or again:
             self._save(trainer)
+        else:
+            self._prune(trainer)
 
     def _scored_after(self, trainer: TrainerView) -> float | None:
         """Returns the metric from an evaluation after the last phase, which no phase's metrics hold."""
