@@ -17,7 +17,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     ones."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
     collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
-    share = max(setup.train_batch_size * setup.sequences_per_record, collected) // setup.ranks
+    share = max(setup.train_batch_size * setup.record_size, collected) // setup.ranks
     for rows in (4, 2, 1):
         if rows < share and (setup.max_tokens_per_batch is None or rows * tokens < setup.max_tokens_per_batch):
             yield f'max_tokens_per_batch={rows * tokens}', replace(setup, max_tokens_per_batch=rows * tokens)

@@ -309,7 +309,7 @@ def batch_of(rows: int, setup: Setup) -> Batch:
         shorter = not setup.on_cuda and 0 < row == rows - 1
         num_new = max(setup.max_new_tokens - shorter, 1)
         ids = torch.full((setup.max_prompt_tokens + num_new,), row + 1)
-        ids[: setup.max_prompt_tokens] = row // setup.sequences_per_record + 1
+        ids[: setup.max_prompt_tokens] = row // setup.record_size + 1
         ids[: min(setup.shared_prompt_tokens, setup.max_prompt_tokens)] = 0
         prompt, response = ids.split([setup.max_prompt_tokens, num_new])
         mask = torch.ones(num_new, dtype=torch.bool)

@@ -373,7 +373,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     """Returns the memory of learning: actor, then critic, for each micro-batch; then their steps. Gradients are kept
     until the steps."""
     memory = Memory()
-    sequences = setup.train_batch_size * setup.sequences_per_record
+    sequences = setup.train_batch_size * setup.record_size
     rows = rows_per_forward(setup, sequences)
     again = rows * setup.ranks < sequences
     strategy = setup.memory_model

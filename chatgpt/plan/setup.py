@@ -177,11 +177,14 @@ class Setup(Layout):
         resolved = resolve_precision(self.precision, device, only_16_bits=self.entry.only_16_bits, planned=True)
         object.__setattr__(self, 'precision', resolved)
         check(self, PRECISION_RULES)
-        if self.task != 'reward_model' or not self.sequences_per_record:
-            object.__setattr__(self, 'sequences_per_record', 2 if self.task == 'reward_model' else 1)
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.ranks:
                 raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.ranks} ranks')
+
+    @property
+    def record_size(self) -> int:
+        """The largest number of sequences that a record of a train batch has."""
+        return (self.sequences_per_record or 2) if self.task == 'reward_model' else 1
 
     @property
     def tensor_parallel(self) -> int:

@@ -101,7 +101,7 @@ def test_answers_of_a_record_count_and_common_tokens_are_found(tmp_path, no_weig
     assert setup.sequences_per_record == 5 and setup.shared_prompt_tokens == 4
     assert setup.max_prompt_tokens + setup.max_new_tokens == 3 + 5 + 1
     pair = replace(setup, sequences_per_record=0)
-    assert pair.sequences_per_record == 2
+    assert (setup.record_size, pair.record_size) == (5, 2)
     assert (
         make_plan(setup).phases['learn'].device['activations'] > make_plan(pair).phases['learn'].device['activations']
     )

@@ -122,7 +122,7 @@ def add_model(group: Any) -> None:
     """Adds the flags of `load_actor`."""
     from chatgpt.launch.runs import ModelSettings
 
-    group.add_argument('--pretrain', help='hub name or folder of the model, instead of the first word')
+    group.add_argument('--pretrain', help='the model, instead of the first word')
     group.add_argument(
         '--weights',
         help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
@@ -131,7 +131,7 @@ def add_model(group: Any) -> None:
     group.add_argument(
         '--beta',
         type=number,
-        help='weight of Q - V in what a model of the command ilql draws from; 0: its policy alone (default: 1)',
+        help='weight of Q - V in models of ilql (default: 1)',
     )
     add_trust(group)
 

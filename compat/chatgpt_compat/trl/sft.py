@@ -10,7 +10,6 @@ import torch
 
 import chatgpt.trainer as ours
 from chatgpt.data import load_demonstrations, pack
-from chatgpt.data.shapes import SYSTEM
 from chatgpt.nn import Actor, is_encoder_decoder
 from chatgpt.types import Sequence
 from chatgpt_compat.peft import adapted
@@ -133,7 +132,8 @@ def sequences_of(
                 'reads a prompt and learns to write its completion; leave them out'
             )
         return list(load_demonstrations(rows, tokenizer, max_length=limit)[0])
-    rows = [{name: value for name, value in row.items() if name not in SYSTEM} for row in rows]  # TRL does not read it
+    unread = ('system', 'system_prompt')  # by TRL
+    rows = [{name: value for name, value in row.items() if name not in unread} for row in rows]
     first: Mapping[str, Any] = rows[0]
     if 'input_ids' in first:
         return [_of_ids(row, limit) for row in rows]
