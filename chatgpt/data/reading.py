@@ -266,9 +266,11 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
         return datasets.load_dataset(name, subset, split=split, streaming=streaming, **part)
     except Exception as error:  # the hub client raises many types; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
-        raise ValueError(
-            f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}'
-        ) from error
+        text = f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}'
+        if reason.startswith(('Unknown split', 'Config name is missing')):
+            text = f'{name}: {reason} Write the part that you want to a file: chatgpt-rlhf convert {name} data.jsonl'
+            text += f' --to SHAPE --split SPLIT{"" if reason.startswith("Unknown") else " --subset CONFIG"}'
+        raise ValueError(text) from error
 
 
 def _rows(rows: Any, name: str, bad: BadRecords) -> Iterator[Record]:

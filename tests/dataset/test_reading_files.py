@@ -232,6 +232,8 @@ def test_hub_names_go_through_datasets(monkeypatch):
         calls.append((args, kwargs))
         if args[0] == 'nobody/nothing':
             raise ConnectionError('no\nnetwork')
+        if args[0] == 'some/parts':
+            raise ValueError(f'Unknown split "{kwargs["split"]}". Should be one of [\'train_sft\'].')
         return [{'prompt': 'x'}]
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
@@ -241,6 +243,8 @@ def test_hub_names_go_through_datasets(monkeypatch):
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
     with pytest.raises(ValueError, match='^nobody/nothing: .* no data set from the hub: ConnectionError: no network$'):
         read('nobody/nothing')
+    with pytest.raises(ValueError, match='train_sft.* convert some/parts data.jsonl --to SHAPE --split SPLIT$'):
+        read('some/parts')
 
 
 LOADERS = {'sft': load_demonstrations, 'dpo': load_preferences, 'kto': load_labelled, 'ppo': load_prompts}
