@@ -299,7 +299,7 @@ def ppo_settings(config: TRLConfig) -> PPOConfig:
     m, world = config.method, processes()
     length = ppo_length(config)
     rollouts = length.chunks * m.chunk_size
-    adaptive: dict[str, float] = {}
+    adaptive: dict[str, Any] = {}
     if m.init_kl_coef and m.target is not None:
         # trlX updates after each pass, by batch_size / horizon
         horizon = float(m.horizon) * rollouts * world / (config.train.batch_size * m.ppo_epochs)
