@@ -21,6 +21,7 @@ from torch import Tensor
 from chatgpt.data.examples import BadRecord, PromptExample, as_kind
 from chatgpt.data.formats import adopt_template, begin_ids
 from chatgpt.data.reading import (
+    NAMED_BY,
     SKIPPED,
     BadRecordError,
     BadRecords,
@@ -35,8 +36,6 @@ from chatgpt.data.shapes import INPUT, PROMPT, SYSTEM, method_hint, misspelt, pr
 from chatgpt.data.tokenize import Overflow, tokenize_prompt
 from chatgpt.names import TEXTS
 from chatgpt.types import Prompt
-
-NAMED_BY = '; name the column of the prompt with --prompt_column'
 
 
 class PromptSet(SequenceOf[Prompt]):

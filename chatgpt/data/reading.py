@@ -43,8 +43,12 @@ SKIPPED = 'Bad records are left out with --skip_bad_records (Python: skip_bad_re
 
 
 def without_remedy(error: BadRecordError) -> BadRecordError:
-    """Returns the error without the sentence about skipping, for callers without that option."""
-    return BadRecordError(str(error).removesuffix(f'. {SKIPPED}'))
+    """Returns the error without the sentences about flags, for callers that have none."""
+    text = str(error).removesuffix(f'. {SKIPPED}')
+    return BadRecordError(text.replace(NAMED_BY, '; rename the column of the prompt to prompt'))
+
+
+NAMED_BY = '; name the column of the prompt with --prompt_column'
 
 
 NUM_TRIED = 100

@@ -85,9 +85,9 @@ def shared_tokens(sequences: Iterable[torch.Tensor]) -> int:
     """Returns the number of tokens with which all sequences begin."""
     common: torch.Tensor | None = None
     for ids in sequences:
-        length = len(ids) if common is None else min(len(common), len(ids))
-        same = ids[:length] == (ids if common is None else common)[:length]
-        common = ids[: length if bool(same.all()) else int(same.int().argmin())]
+        common = ids if common is None else common[: len(ids)]
+        same = common == ids[: len(common)]
+        common = common if bool(same.all()) else common[: int(same.int().argmin())]
     return 0 if common is None else len(common)
 
 

@@ -270,6 +270,7 @@ class Collector:
         return {'timestep': self.timestep, 'fit_start': self.plan.start, **self.draws.state_dict()}
 
     def before_in_flight(self) -> dict[str, Any]:
+        """See `Draws.before_in_flight`."""
         return self.draws.before_in_flight()
 
     def in_flight(self) -> dict[str, Any]:

@@ -504,3 +504,12 @@ def test_tasks_without_text_have_no_facts():
     nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
     assert PromptSet([nothing, nothing]).facts() == {}
     assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2
+
+
+def test_a_flag_is_named_only_where_there_is_one():
+    rows = [{'problem': 'p', 'solution': 's'}]
+    with pytest.raises(ValueError, match='name the column of the prompt with --prompt_column'):
+        load_prompts(rows, byte_tokenizer())
+    with pytest.raises(ValueError, match='rename the column of the prompt to prompt$') as error:
+        as_prompts(rows, byte_tokenizer())
+    assert '--' not in str(error.value)

@@ -128,11 +128,7 @@ def add_model(group: Any) -> None:
         help='file or folder of strategy.save_model, or folder of a PEFT adapter, to load on top of the model',
     )
     add_settings(group, ModelSettings, only=('tokenizer', 'model'))
-    group.add_argument(
-        '--beta',
-        type=number,
-        help='weight of Q - V in models of ilql (default: 1)',
-    )
+    group.add_argument('--beta', type=number, help='weight of Q - V in models of ilql (default: 1)')
     add_trust(group)
 
 
