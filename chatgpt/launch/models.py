@@ -110,7 +110,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     critic_from='actor'; else from the actor's weights with a new head; or from the model that `critic_from` names. With
     critic='shared' it is a value head on the actor, new or that of `critic_from`: one forward of the trunk gives policy
     and values. With LoRA and frozen biases the reference is the actor with its adapter off, and there is no initial
-    model.
+    model; nor is there one without a KL penalty.
     """
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
@@ -137,7 +137,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     elif own_critic:
         critic = build_model(for_critic, 'Critic', value_head=bins_head(inputs))
     mask = deepcopy(actor) if policy_class(settings).takes_copy else None
-    return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor), mask)
+    return PPOModels(actor, critic, reward, deepcopy(actor) if run.own_reference else None, mask)
 
 
 def build_critic(inputs: Inputs, source: str, config: Any) -> Any:

@@ -258,7 +258,7 @@ def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]
             'environment/failed_share': sum(e.failed for e in episodes) / count,
         }
         | {f'environment/end_{end}_share': sum(e.end == end for e in episodes) / count for end in get_args(EpisodeEnd)}
-        | ({'environment/success_share': sum(judged) / len(judged)} if judged else {})
+        | ({'environment/success_share': sum(judged) / count} if judged else {})
     )
 
 

@@ -388,6 +388,8 @@ class PPOTrainer(Stepwise):
             metrics |= mismatch_metrics(experiences, phase, self.strategy)
         if not self.actor_waits:
             self.kl_controller.update(metrics['rollout/kl_mean'], len(experiences))
+        if not self.maker.reference.exists:
+            del metrics['rollout/kl_mean'], metrics['rollout/kl_k3_mean']
         metrics |= self._kept_metrics | learned | {'ppo/num_updates': float(self.num_updates)}
         metrics |= self.course.metrics(self.phase)
         self.course.keep(experiences, self.phase + 1)

@@ -95,7 +95,7 @@ def of_values(config: PPOConfig, values: Tensor, batch: Batch) -> dict[str, Tens
 # ---------------------------------------------------------------------- TRL 0.12 to 1.12, trlX
 
 TRL: dict[str, Formula] = {
-    'objective/kl': lambda m, c: m['rollout/kl_k3_mean' if c.kl_kind == 'k3' else 'rollout/kl_mean'],
+    'objective/kl': lambda m, c: m.get('rollout/kl_k3_mean' if c.kl_kind == 'k3' else 'rollout/kl_mean', 0.0),
     'objective/non_score_reward': 'rollout/non_score_reward_mean',
     'objective/rlhf_reward': lambda m, c: m['rollout/non_score_reward_mean'] + m['rollout/score_mean'],
     'objective/scores': 'rollout/score_mean',
@@ -112,7 +112,7 @@ TRL: dict[str, Formula] = {
 
 
 def _root_of_kl(m: Metrics, per: float = 1.0) -> float:
-    return math.sqrt(max(m['rollout/kl_k3_mean'] / per, 0.0))
+    return math.sqrt(max(m.get('rollout/kl_k3_mean', 0.0) / per, 0.0))
 
 
 def _first(*names: str) -> Callable[[Metrics, Any], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from ast import literal_eval
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.inputs import read_inputs
 from chatgpt.launch.methods import METHODS, Recipe
+from chatgpt.launch.planning import setup_of
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import DataRun, PPORun, Run, run_class
+from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
@@ -139,3 +143,34 @@ def test_the_settings_that_a_run_writes_down_are_settings_of_such_a_run(settings
     run.fill_defaults()
     assert run.critic_lr == rate
     PPORun.from_dict(run.to_dict()).validate()
+
+
+def test_without_a_kl_penalty_no_copy_of_the_model_is_made(tmp_path, model_folder, capsys):
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "one day"}\n' * 8)
+    (tmp_path / 'rewards.py').write_text(
+        'def score(prompts, responses):\n    return [float(len(r)) for r in responses]\n'
+    )
+    words = [str(tmp_path / 'prompts.jsonl'), f'--pretrain={model_folder}', f'--reward_fn={tmp_path}/rewards.py:score']
+    words += ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_new_tokens=4', '--max_epochs=1']
+
+    def started(*own):
+        """Returns the trainer after a phase, and whether its plan has a copy of the model, and a reference."""
+        run = parse_run(
+            PPORun, description='', positional='prompt_path', argv=[*words, *own, f'--save_path={tmp_path}/run']
+        )
+        shutil.rmtree(tmp_path / 'run', ignore_errors=True)
+        setup = setup_of(read_inputs(run))
+        return execute(run), setup.has_initial_model, setup.kl
+
+    def of_phase():
+        return cb.read_jsonl(tmp_path / 'run/metrics.jsonl')[-1]
+
+    with_kl, copied, kl = started('--kl_coef=0.1')
+    assert with_kl.maker.reference.initial_model is not None and copied and kl
+    assert of_phase()['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-5)
+    without, copied, kl = started('--kl_coef=0')
+    assert not without.maker.reference.exists and not copied and not kl
+    assert 'rollout/kl_mean' not in of_phase() and 'kl' not in cb.read_jsonl(tmp_path / 'run/samples.jsonl')[0]
+    in_actor, copied, kl = started('--kl_coef=0', '--lora_rank=2')
+    assert in_actor.maker.reference.exists and not copied and kl
+    assert 'rollout/kl_mean' in of_phase()

@@ -68,7 +68,7 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
         experience(8, [3], [9, 1], -1.0, gap=0.0),
         experience(9, [3], [9, 1], 5.0),
     ]
-    trainer.fit([{}] * 4)
+    trainer.fit([{'rollout/kl_mean': 0.0}] * 4)
     rows = cb.read_jsonl(tmp_path / 'samples.jsonl')
     assert [r['step'] for r in rows] == [1, 1, 3, 3, 4, 4]
     texts = {'prompt': 'a b', 'response': 'c\nd'}

@@ -194,7 +194,7 @@ def test_a_table_of_episodes_has_one_text_for_the_parts_and_the_columns_of_all_r
     ends = Episode(end='terminated', **end), Episode(end='error', message='no more', **end)
     trainer = FakeTrainer([tracker])
     trainer.last_experiences = [experience(i, [3], [5, 6, 7], 2.0, episode=e) for i, e in enumerate(ends)]
-    tracker.on_phase_end(trainer, 1, {})
+    tracker.on_phase_end(trainer, 1, {'rollout/kl_mean': 0.0})
     (table,) = logged
     names = ['index', 'prompt', 'response', 'score', 'kl', 'num_tokens', 'ended', 'end', 'success', 'message']
     assert table.columns == names

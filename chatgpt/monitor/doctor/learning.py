@@ -53,7 +53,7 @@ def _policy(h: History) -> Seen | None:
         return None  # without different scores nothing can be learned, which is another finding
     seen = []
     length = max(median(h.drawn_lengths()[-NOW:]), 1.0)
-    if h.highest('rollout/kl_k3_mean') > 0.0:
+    if h.highest('rollout/kl_k3_mean', 0.0) > 0.0:
         per_token = h.now('rollout/kl_k3_mean') / length
         if per_token > LIMITS['still_kl']:
             return None
@@ -485,11 +485,10 @@ def _of_metric(h: History, name: str) -> Seen | None:
     spread = h.around('rollout/score_std', at)
     if then is None or now is None or now - then <= LIMITS['eval_score_gain'] * (spread or 0.0):
         return None
-    kl_then, kl_now = h.around('rollout/kl_mean', at), h.now('rollout/kl_mean')
-    coef = h.setting('kl_coef', 0.0)
+    kl_then, coef = h.around('rollout/kl_mean', at), h.setting('kl_coef', 0.0)
+    kl = '' if kl_then is None else f', KL {kl_then:.3g} -> {h.now("rollout/kl_mean"):.3g} nats'
     return Seen(
-        f'{name} {series[top][1]:.3g} at phase {at} -> {series[-1][1]:.3g}, score {then:.3g} -> {now:.3g}, KL '
-        f'{kl_then or 0.0:.3g} -> {kl_now:.3g} nats',
+        f'{name} {series[top][1]:.3g} at phase {at} -> {series[-1][1]:.3g}, score {then:.3g} -> {now:.3g}{kl}',
         'the policy has gone where the reward no longer measures what is wanted',
         f'take the checkpoint of phase {at}; to go further, kl_target={max(kl_then or 0.0, 1.0):.2g} or kl_coef '
         f'from {coef:g} to {max(3 * coef, 0.05):g}, and a reward model with pairs of responses of the new policy',

@@ -18,9 +18,12 @@ from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience, Sample
 
 
-def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
+def rows_of(
+    experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None, *, reference: bool = True
+) -> list[dict[str, Any]]:
     """Returns the first `num_rows` of this rank as dicts: index, prompt, response, score, kl (nats, summed),
-    num_tokens, ended; for a conversation also last_turn, which tables show in place of the prompt.
+    num_tokens, ended; for a conversation also last_turn, which tables show in place of the prompt. Without a reference
+    there is no kl.
 
     For an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
     {'observation': text}.
@@ -34,7 +37,7 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
                 **prompt_row(e, tokenizer),
                 'response': e.response_text or _text(e.response_ids, tokenizer),
                 'score': float(e.score),
-                'kl': kl,
+                **({'kl': kl} if reference else {}),
                 'num_tokens': e.num_actions,
                 'ended': e.ended,
                 **episode_row(e, tokenizer),
@@ -130,12 +133,12 @@ class SampleTable(RunFileWriter):
         first = fetched(trainer.strategy, trainer.last_experiences[: self.num_rows])
         if not trainer.strategy.is_rank_0:
             return
-        rows = rows_of(first, self.num_rows, trainer.tokenizer)
+        rows = rows_of(first, self.num_rows, trainer.tokenizer, reference='rollout/kl_mean' in metrics)
         self._file.write(trainer, step, rows)
         if self.show:
-            ends = ('end',) if 'parts' in rows[0] else ()
+            columns = [name for name in ('score', 'kl', 'end') if name in rows[0]]
             shown = [shown_parts(row) for row in rows]
-            table = format_table(shown, ('score', 'kl', *ends, 'prompt', 'response'), width=self.width)
+            table = format_table(shown, (*columns, 'prompt', 'response'), width=self.width)
             say(f'samples of phase {step}\n{table}')
 
     def on_log(

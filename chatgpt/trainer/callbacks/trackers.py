@@ -85,7 +85,8 @@ class Tracker(Callback):
         if not self._begun(trainer):
             return
         shown = self.num_rows and trainer.last_experiences and (step == 1 or step % self.samples_every == 0)
-        self.log(metrics, rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer) if shown else [], step)
+        given = trainer.last_experiences if shown else []
+        self.log(metrics, rows_of(given, self.num_rows, trainer.tokenizer, reference='rollout/kl_mean' in metrics), step)
 
     def on_fit_end(self, trainer: TrainerView) -> None:
         self._end(failed=False)
