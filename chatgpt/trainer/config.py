@@ -52,8 +52,7 @@ class PPOConfig(NLPOSettings, CriticLossSettings, LearningSettings):
 
     # reward
     kl_coef: float = 0.1
-    """weight β of the KL to the initial model; higher stays closer to it. 0: none, and the command loads no copy of the
-    initial model, so that it measures no KL unless the actor contains it (LoRA, hydra)"""
+    """weight β of the KL to the initial model; 0: the command loads no copy of it"""
     kl_kind: KLKind = 'k1'
     """estimator of the KL in the reward: k1, k2, k3 and abs use the sampled tokens; full sums over the vocabulary and
     needs memory for (N, V) logits of a micro-batch"""

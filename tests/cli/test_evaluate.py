@@ -116,3 +116,21 @@ def test_a_file_of_unknown_kind_is_not_taken_for_a_prompt(monkeypatch, capsys, f
     words = [str(folder / 'actor'), str(path), f'--reward_fn={folder}/rewards.py:right', '--max_new_tokens=2']
     assert call(monkeypatch, 'evaluate', *words) == 2
     assert 'unknown kind of file' in capsys.readouterr().err
+
+
+def test_prompts_in_a_column_of_another_name(monkeypatch, capsys, folder, tmp_path):
+    rows = [{'frage': f'p{i} ', 'answer': i} for i in range(4)]
+    (tmp_path / 'asked.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    model, asked = str(folder / 'actor'), str(tmp_path / 'asked.jsonl')
+    reward = [f'--reward_fn={folder}/r.py:right', '--max_new_tokens=2']
+    assert call(monkeypatch, 'evaluate', model, asked, *reward) == 2
+    assert 'name the column of the prompt with --prompt_column\n' in capsys.readouterr().err
+    assert call(monkeypatch, 'evaluate', model, asked, '--prompt_column=frage', *reward) == 0
+    assert numbers_of(capsys.readouterr().out)['score_mean'] == 1.5
+    own = ['--prompt_column=frage', '--max_new_tokens=2', f'--output={tmp_path}/out.jsonl']
+    assert call(monkeypatch, 'generate', model, asked, *own) == 0
+    written = [json.loads(line)['prompt'] for line in (tmp_path / 'out.jsonl').read_text().splitlines()]
+    assert written == [row['frage'] for row in rows]
+    for words in (['generate', model, 'a prompt'], ['evaluate', model, f'--environment={folder}/own.py:Three']):
+        assert call(monkeypatch, *words, '--prompt_column=frage') == 2
+        assert '--prompt_column frage is of a file of prompts' in capsys.readouterr().err

@@ -21,6 +21,7 @@ from typing import Any, cast
 from chatgpt.launch.arguments import Parser, add_settings, add_strategy, load_function, strategy_of
 from chatgpt.launch.cli.generate import (
     add_model,
+    add_prompt_column,
     add_template,
     default_new_tokens,
     load_actor,
@@ -49,11 +50,12 @@ def parser() -> Parser:
         '--reward_fn',
         help='reward function: module:function or file.py:function, called as fn(prompts, responses, **columns)',
     )
-    reward.add_argument('--reward_model', help='folder of a reward model')
+    reward.add_argument('--reward_model', metavar='FOLDER', help='folder of a reward model')
     taken = ('environment', 'environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s')
     add_settings(environment, EpisodeSettings, only=taken)
     environment.add_argument('--episodes', type=int, help='number of episodes, each one task (default: 100)')
     responses.add_argument('--input', help='file of prompts, instead of the second word')
+    add_prompt_column(responses)
     add_template(responses, 'prompts and observations in text are turns of the user')
     responses.add_argument(
         '--max_new_tokens',
@@ -70,7 +72,7 @@ def parser() -> Parser:
         '--stop_string', action='append', help='text that ends a response; may be given several times'
     )
     run.add_argument('--num_rows', type=int, default=4, help='number of samples to print (default: 4)')
-    run.add_argument('--output', help='jsonl file to write prompts, responses and scores to')
+    run.add_argument('--output', help='jsonl file for prompts, responses and scores')
     add_strategy(run)
     return out
 
@@ -93,6 +95,10 @@ RULES = [
             f'--{name} is about an environment, and there is none: give --environment',
         )
         for name in ('environment_options', 'episodes', 'max_turn_tokens', 'max_turns', 'step_timeout_s')
+    ),
+    Rule(
+        lambda s: s.prompt_column is not None and s.input is None,
+        '--prompt_column {s.prompt_column} is of a file of prompts: give one, or leave it out',
     ),
     Rule(lambda s: s.num_rows < 0, '--num_rows {s.num_rows} must not be negative'),
     Rule(
@@ -155,7 +161,7 @@ def main() -> None:
         environment = find_environment(args.environment, args.environment_options)
         choose_text_for(environment, tokenizer)
     if args.input is not None:
-        prompts = read_prompts(args.input, tokenizer, data=True)
+        prompts = read_prompts(args.input, tokenizer, args.prompt_column, data=True)
     else:
         prompts = tasks_without_prompts(args.episodes or 100)
     if args.environment is not None:

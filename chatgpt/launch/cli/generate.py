@@ -45,6 +45,7 @@ def parser(*, chats: bool | None = False) -> Parser:
         prompts.add_argument(
             '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt with one per line)'
         )
+        add_prompt_column(prompts)
         run.add_argument('--output', help='jsonl file to write prompts and responses to')
     add_template(prompts, 'prompts in text are turns of the user')
     add_sampling(responses, "the model's generation_config, else {}")
@@ -58,6 +59,10 @@ def parser(*, chats: bool | None = False) -> Parser:
         responses.add_argument('--reward_model', help='folder of the reward model that --best_of uses')
     add_strategy(run)
     return out
+
+
+def add_prompt_column(group: Any) -> None:
+    group.add_argument('--prompt_column', metavar='NAME', help='column of the prompts in a file (default: prompt)')
 
 
 def add_template(group: Any, text: str) -> None:
@@ -182,7 +187,7 @@ def main(chats: bool | None = False) -> None:
     check_sampling(args)
     quiet_transformers()
     tokenizer = tokenizer_of(args)
-    prompts = read_prompts(args.input, tokenizer) if args.input else None
+    prompts = read_prompts(args.input, tokenizer, args.prompt_column) if args.input else None
     with output_file(args) as output, strategy_of(args) as strategy:
         if prompts is None and strategy.processes.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
@@ -317,16 +322,18 @@ def load_actor(args: Any, strategy: Any) -> Any:
     return actor
 
 
-def read_prompts(source: str, tokenizer: Any, *, data: bool = False) -> Any:
+def read_prompts(source: str, tokenizer: Any, column: str | None, *, data: bool = False) -> Any:
     """Returns the prompts of a file, or `source` itself as the only prompt; with `data` it names data in any case."""
     from chatgpt.data import load_prompts
-    from chatgpt.data.reading import SUFFIXES, BadRecordError, suffix_of, without_remedy
+    from chatgpt.data.reading import SKIPPED, SUFFIXES, BadRecordError, suffix_of
 
     is_file = data or suffix_of(source) in SUFFIXES or os.path.isfile(source)
+    if column and not is_file:
+        raise ValueError(f'--prompt_column {column} is of a file of prompts, and {source!r} is none')
     try:
-        return load_prompts(source if is_file else [{'prompt': source}], tokenizer)
+        return load_prompts(source if is_file else [{'prompt': source}], tokenizer, column=column or 'prompt')
     except BadRecordError as error:
-        raise without_remedy(error) from None
+        raise BadRecordError(str(error).removesuffix(f'. {SKIPPED}')) from None
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
