@@ -235,7 +235,7 @@ class OfflineTrainer(Trainer):
         )
         if train:
             warn_of_bare_prompt(objective.sequences(train[0])[0].prompt_ids, tokenizer)
-        self.model, self.optim, self.objective = model, optim, objective
+        self.model, self.optim, self.objective, self._reference = model, optim, objective, reference
         self.train_data: SequenceOf[Any] = train
         self.eval_data: SequenceOf[Any] | None = for_eval
         self.batches_done = 0
@@ -255,7 +255,8 @@ class OfflineTrainer(Trainer):
         self.epochs_before = int(state['epochs_before'])
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.train_data), 'records': self._digest}
+        facts = {'num_records': len(self.train_data), 'records': self._digest}
+        return super().fingerprint() | facts | self._reference.facts()
 
     def facts(self) -> dict[str, Any]:
         return {

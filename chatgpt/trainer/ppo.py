@@ -195,11 +195,7 @@ class PPOTrainer(Stepwise):
 
     def fingerprint(self) -> dict[str, Any]:
         facts = {'reward': described(self.scorer), 'pretrain_data': self._pretrain_digest}
-        reference = self.maker.reference.initial_model
-        if reference is not None:
-            config = getattr(getattr(self.strategy.unwrap(reference), 'model', None), 'config', None)
-            facts['initial_model'] = str(getattr(config, 'name_or_path', ''))
-        return super().fingerprint() | self.collector.fingerprint() | facts
+        return super().fingerprint() | self.collector.fingerprint() | facts | self.maker.reference.facts()
 
     def facts(self) -> dict[str, Any]:
         c = self.config

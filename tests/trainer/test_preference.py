@@ -358,3 +358,10 @@ def test_the_number_of_ranks_has_no_effect():
     for results in run_distributed(runs, 2, [DDPStrategy, FSDPStrategy], init_group=True):
         for got, want in zip(results, 2 * alone, strict=True):
             close(got, want, rel=2e-3, abs=1e-4)
+
+
+def test_a_resume_names_another_reference():
+    trainer = make('dpo')
+    trainer.initial.model.config.name_or_path = 'another'
+    assert trainer.fingerprint()['initial_model'] == 'another'
+    assert 'initial_model' not in make('dpo', lora=2).fingerprint() | make('simpo').fingerprint()

@@ -29,6 +29,13 @@ class Reference:
         self.comes_with_policy = initial_model is None and hasattr(bare, 'ref_branch')
         """True if one forward of the actor, `with_reference=True`, returns both"""
 
+    def facts(self) -> dict[str, str]:
+        """Returns the folder or hub name of a separate model, of which a resume reports a change."""
+        if self.initial_model is None:
+            return {}
+        config = getattr(getattr(self.strategy.unwrap(self.initial_model), 'model', None), 'config', None)
+        return {'initial_model': str(getattr(config, 'name_or_path', ''))}
+
     def forward(self, batch: Batch, **options: Any) -> Any:
         """Returns the `PolicyOutput` of a batch on the device, without gradients; `options` are those of
         `Actor.forward`."""
