@@ -122,6 +122,7 @@ def test_rewards_are_standardised_over_the_data_set_without_those_of_eval_data()
         assert torch.equal(a.rewards, b.rewards)
     # with the moments of the training data
     assert float(beside.eval_data[0].rewards.sum()) == pytest.approx((100.0 - 2.5 / 3) / 2.020726, rel=1e-5)
+    assert beside.evaluate(rewarded(DIALOGUES, REWARDS)) == beside.evaluate(beside.train_data), 'also of new records'
 
 
 @pytest.mark.parametrize('interval', [1, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,10 @@ class Rewarded(Sequence):
 
     rewards: Tensor
     """(A,) fp32; 0 where the mask is False"""
+
+
+class Standardized(Rewarded):
+    """A record with standardised rewards."""
 
 
 def rewarded(
@@ -83,7 +87,7 @@ def turn_ends(mask: Tensor) -> list[int]:
     return [i for i, flag in enumerate(flags) if flag and (i + 1 == len(flags) or not flags[i + 1])]
 
 
-def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | None = None) -> list[Rewarded]:
+def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | None = None) -> list[Standardized]:
     """Returns records with rewards of mean 0 and deviation 1 over the data set, where the deviation is that of the
     sums. The mean is subtracted at the last action.
 
@@ -100,7 +104,7 @@ def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | Non
     for r in records:
         rewards = r.rewards.clone()
         rewards[turn_ends(r.response_mask)[-1]] -= mean
-        result.append(replace(r, rewards=rewards * scale))
+        result.append(Standardized(**{f.name: getattr(r, f.name) for f in fields(r)} | {'rewards': rewards * scale}))
     return result
 
 
@@ -111,6 +115,8 @@ class ILQLObjective(Objective):
 
     def __init__(self, config: ILQLConfig) -> None:
         self.config = config
+        self._train: list[Rewarded] | None = None
+        """the training records as they were given, with which rewards are standardised; None: they are not"""
 
     def check(self, strategy: Strategy, model: nn.Module) -> None:
         if not isinstance(strategy.unwrap(model), ILQLModel):
@@ -125,15 +131,18 @@ class ILQLObjective(Objective):
         return [_TargetSync()]
 
     def records(self, data: SequenceOf[Any]) -> list[Rewarded]:
-        return _with_rewards(data)
+        records = _with_rewards(data)
+        if self._train is None or all(isinstance(r, Standardized) for r in records):
+            return records
+        return [*standardized(records, like=self._train)]
 
     def accept(
         self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
     ) -> tuple[list[Any], list[Any] | None]:
         train, for_eval = super().accept(train_data, eval_data)
         if self.config.standardize_rewards and train:
-            for_eval = standardized(for_eval, like=train) if for_eval else None
-            train = standardized(train)
+            self._train = train
+            train, for_eval = self.records(train), self.records(for_eval) if for_eval else None
         return train, for_eval
 
     def columns(self, records: list[Rewarded]) -> dict[str, Tensor]:
