@@ -308,21 +308,18 @@ class FixedKLController:
     def __init__(self, coef: float) -> None:
         if coef < 0:
             raise ValueError(f'kl coefficient {coef!r} must not be negative')
-        self.value = float(coef)
+        self.coef = self.value = float(coef)
 
     def update(self, kl: float, num_samples: int) -> None:
         """Updates the coefficient after `num_samples` responses, of all ranks, with this mean KL per response."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {'kind': self.kind, 'value': self.value}
+        return {'kind': self.kind, 'value': self.value, 'coef': self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get('kind') != self.kind:
-            raise ValueError(
-                f'the saved state belongs to a {state.get("kind")!r} KL controller, this one is {self.kind!r}; use the '
-                'same kl_target setting'
-            )
-        self.value = float(state['value'])
+        """Takes the saved value, unless it is of a controller of another kind or with another first coefficient."""
+        if state.get('kind') == self.kind and state.get('coef', self.coef) == self.coef:
+            self.value = float(state['value'])
 
 
 class AdaptiveKLController(FixedKLController):

@@ -229,7 +229,7 @@ class Actor(Role):
     @property
     def has_reference(self) -> bool:
         """True if the actor can compute the reference itself, with its adapter off or a frozen branch."""
-        return lora.has_lora(self) or hydra.has_hydra(self)
+        return lora.has_lora(self) and not lora.trains_biases(self) or hydra.has_hydra(self)
 
     def reference(self) -> AbstractContextManager[Any]:
         """Inside this context the actor computes the reference: adapter off, or frozen top blocks instead of the

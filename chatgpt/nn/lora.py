@@ -392,6 +392,11 @@ def has_lora(module: nn.Module) -> bool:
     return any(isinstance(m, loralib.LoRALayer) for m in module.modules())
 
 
+def trains_biases(module: nn.Module) -> bool:
+    """Returns True if biases are trained beside the adapters, so that without these it is not the initial model."""
+    return any(layer.bias_mode != 'none' for layer in lora_layers(module).values())
+
+
 def _require_lora(module: nn.Module, what: str) -> dict[str, AdaptedLayer]:
     layers = lora_layers(module)
     if not layers:
@@ -440,11 +445,10 @@ def adapter_disabled(module: nn.Module) -> Iterator[None]:
     layers without adapters are not the initial model.
     """
     layers = list(_require_lora(module, 'adapter_disabled').values())
-    mode = layers[0].bias_mode
-    if mode != 'none':
+    if trains_biases(module):
         raise ValueError(
-            f'adapter_disabled: biases are trained (bias={mode!r}), so without adapters this is not the initial '
-            "model; use bias='none' or keep a copy as initial_model"
+            f'adapter_disabled: biases are trained (bias={layers[0].bias_mode!r}), so without adapters this is not the '
+            "initial model; use bias='none' or keep a copy as initial_model"
         )
     before = [(layer, layer.adapter_on, layer.merged) for layer in layers]
     try:

@@ -121,6 +121,15 @@ class NF4Linear(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Moves the tensors, which keep their dtypes: bitsandbytes reads them by these."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(moved, recurse)
+
     def _state(self) -> Any:
         state = _bnb().functional.QuantState
         nested = state(absmax=self.scale_scales, blocksize=SCALE_BLOCK, code=self.scale_code, dtype=torch.float32)

@@ -419,6 +419,11 @@ class Trainer:
         if not self.is_resuming:
             self.fit_updates = self.num_updates
         self.total_updates = self.fit_updates + count
+        if self.config.warmup_steps > self.total_updates:
+            self.warn(
+                f'warmup_steps={self.config.warmup_steps} is more than the {self.total_updates} optimizer steps of '
+                'this run: the learning rate does not reach its value'
+            )
 
     def set_learning_rates(self, names: SequenceOf[str] | None = None) -> dict[str, float]:
         """Applies the schedules for the next optimizer step; returns the learning rate of each model, or of those that

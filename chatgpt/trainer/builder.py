@@ -22,6 +22,7 @@ from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.rules import is_changed
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import config_of
@@ -125,9 +126,12 @@ def build(
     _check_settings(config, sampling, reference, pretrain_data)
     check_records(f'{owner}: pretrain_data', ([s] for s in pretrain_data), bare)
     shares_trunk = _shares_trunk(strategy, config, models, bare)
+    if models.critic is not None and not config.estimator.needs_values:
+        raise ValueError(f'advantage_estimator={config.advantage_estimator!r} takes no critic: pass critic=None')
     _check_critic(strategy, config, bare if shares_trunk else strategy.unwrap(models.critic or bare), shares_trunk)
-    if reward.weights is not None and environment is None:
-        raise ValueError('reward_weights weigh the rewards of an environment: pass environment=')
+    given = {'reward_weights': reward.weights, 'environment_settings': environment_settings}
+    for name in (name for name, value in given.items() if value is not None and environment is None):
+        raise ValueError(f'{name}: there is no environment; pass environment=, or leave it out')
     engine = engine or engine_for(bare)
     policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
     if environment is not None:
@@ -227,6 +231,11 @@ def _check_critic(strategy: Strategy, config: PPOConfig, owner: Any, shares_trun
         return
     check_head(config, owner)
     if not shares_trunk:
+        if is_changed(config, 'value_coef'):
+            raise ValueError(
+                f'value_coef={config.value_coef} weighs the value loss where actor and critic share a trunk, and this '
+                'critic is of its own: leave it out'
+            )
         return
     for name in ('critic_epochs', 'critic_train_batch_size'):
         if getattr(config, name) is not None:

@@ -60,7 +60,8 @@ class Draws:
     def draw(self) -> tuple[Call, int, int]:
         """Returns the engine's call for this rank's share of the next timestep, and the numbers of its first prompt and
         its first sample, all ranks together."""
-        assert self.prompts is not None and self._order is not None, 'set_prompts first'
+        if self.prompts is None or self._order is None:
+            raise ValueError('collect: there are no prompts: call set_prompts first')
         n, k = self.batch_size, self.num_samples_per_prompt
         first_prompt, first_sample, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
         own = range(self.strategy.rank * share, (self.strategy.rank + 1) * share)

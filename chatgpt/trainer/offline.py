@@ -26,6 +26,7 @@ from chatgpt.nn.trunk import dropout_off, dropout_on, in_eval_mode
 from chatgpt.strategies.base import Strategy
 from chatgpt.strategies.registry import prepared_by
 from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.fits import check_apart, check_dropout, check_models, check_records
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics, PhaseMetrics
@@ -62,7 +63,7 @@ def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
 
 
 def check_patience(patience: int | None, max_epochs: int) -> None:
-    """Raises ValueError if early stopping cannot end a run earlier: there is one measurement per epoch."""
+    """Raises ValueError if early stopping cannot end a run earlier: there is at most one measurement per epoch."""
     if patience is not None and max_epochs < patience + 2:
         raise ValueError(
             f'early_stopping_patience={patience} saves nothing with max_epochs={max_epochs}, for it measures once per '
@@ -165,7 +166,8 @@ class Method:
 
 
 class OfflineTrainer(Trainer):
-    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` at the end of every epoch.
+    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` after each `log_interval` steps
+    in which an epoch ends.
 
     Args:
         strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', to prepare them here.
@@ -289,6 +291,7 @@ class OfflineTrainer(Trainer):
             self.batches_done = 0
         self.expect_updates(total)
         self._last_batch = total
+        self._warn_of_patience(per_epoch, total)
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             for data in (self.train_data, self.eval_data or []):
                 self.objective.prepare(list(data))
@@ -296,6 +299,17 @@ class OfflineTrainer(Trainer):
                 # A phase that an exception interrupted is finished first.
                 rest = c.log_interval - self.batches_done % c.log_interval
                 self.learn_phase(min(rest, total - self.batches_done), per_epoch, total)
+
+    def _warn_of_patience(self, per_epoch: int, total: int) -> None:
+        """Warns of a callback that cannot stop a run early: epochs that end within `log_interval` steps are evaluated
+        together."""
+        ends = {-(-end // self.config.log_interval) for end in (*range(per_epoch, total, per_epoch), total)}
+        for callback in self.callbacks.callbacks if self.eval_data else ():
+            if isinstance(callback, StopOnPlateau) and '/val_' in callback.metric and len(ends) < callback.patience + 2:
+                self.warn(
+                    f'a patience of {callback.patience} saves nothing: {callback.metric} is measured {len(ends)} times '
+                    f'in this run, after each log_interval={self.config.log_interval} steps in which an epoch ends'
+                )
 
     def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
         """Runs `num_batches` optimizer steps, evaluates if an epoch or the run (of `total` steps) ends, and logs."""

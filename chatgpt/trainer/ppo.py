@@ -258,6 +258,8 @@ class PPOTrainer(Stepwise):
         Args:
             num_timesteps: None takes the next phase of `fit`.
         """
+        if num_timesteps is not None and num_timesteps < 1:
+            raise ValueError(f'collect: num_timesteps={num_timesteps} must be at least 1')
         before, generators = self.state_dict(), generator_states()
         self.callbacks.on_make_experience_start(self)
         experiences = self._experience(num_timesteps, around=self._timestep)
@@ -330,6 +332,8 @@ class PPOTrainer(Stepwise):
         metrics."""
         self.check_ranks('before learning')
         experiences, phase, counts = list(self.buffer), PhaseMetrics(), {'skipped_batches': 0, 'early_stopped': 0}
+        if not experiences:
+            raise ValueError('learn: there is no experience to learn from: collect first')
         try:
             with self.clock.measure('learn'):
                 num_learned = sum(self._run(passes, phase, counts) for passes in self.passes(experiences))

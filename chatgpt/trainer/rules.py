@@ -25,7 +25,12 @@ LEARNING_RULES = [
         lambda s: s.lr_schedule == 'constant' and (s.lr_end_factor or s.lr_decay_steps is not None),
         "lr_end_factor and lr_decay_steps are of a rate that decays, and lr_schedule is 'constant': give 'linear' or "
         "'cosine'",
-    )
+    ),
+    Rule(
+        lambda s: s.lr_decay_steps is not None and s.lr_decay_steps <= s.warmup_steps,
+        'lr_decay_steps={s.lr_decay_steps} counts from the start, warm-up included: it must be above '
+        'warmup_steps={s.warmup_steps}',
+    ),
 ]
 """for every trainer (`LearningSettings`)"""
 
@@ -39,6 +44,11 @@ PPO_RULES = [
         lambda s: _loss(s).clip == 'none' and (s.dual_clip is not None or s.eps_clip_high is not None),
         'policy_loss={s.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out',
     ),
+    *changed(
+        ('eps_clip',),
+        lambda s: _loss(s).clip == 'none',
+        '{name}={value} clips a ratio, and policy_loss={s.policy_loss!r} has none: leave it out',
+    ),
     Rule(
         lambda s: _loss(s).clip == 'upper' and s.dual_clip is not None,
         'policy_loss={s.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out',
@@ -50,9 +60,15 @@ PPO_RULES = [
     *changed(
         ('kl_horizon',), lambda s: s.kl_target is None, '{name}={value} is of an adaptive kl_coef: give kl_target too'
     ),
-    Rule(
-        lambda s: s.kl_in == 'loss' and s.kl_kind == 'full',
-        "kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind",
+    *changed(
+        ('kl_kind',),
+        lambda s: s.kl_in == 'loss',
+        "{name}={value!r} is the estimator of the KL in the reward; with kl_in='loss' give kl_loss_kind",
+    ),
+    *changed(
+        ('kl_loss_kind',),
+        lambda s: s.kl_in == 'reward',
+        "{name}={value!r} is the estimator of the KL in the loss; give kl_in='loss', or kl_kind",
     ),
     Rule(
         lambda s: s.estimator.rewards_apart and s.kl_in == 'reward' and s.kl_coef,

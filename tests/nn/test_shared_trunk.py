@@ -115,6 +115,14 @@ def test_nf4_is_near_and_trains_through():
     assert all(layer.lora_B.grad.abs().sum() > 0 for layer in lora_layers(actor).values())
 
 
+def test_nf4_keeps_its_constants_where_a_model_is_converted():
+    actor = SharedTrunk(tiny_causal_lm('gpt2', hidden_size=64), quantize='nf4').actor(4)
+    want = [m.dense() for m in actor.modules() if isinstance(m, NF4Linear)]
+    actor.to(torch.bfloat16).to('cpu', torch.float16)
+    for m, dense in zip((m for m in actor.modules() if isinstance(m, NF4Linear)), want, strict=True):
+        assert torch.equal(m.dense(), dense)
+
+
 def test_a_weight_of_4_bits_with_its_adapter_folded_in_is_in_fp32():
     pytest.importorskip('bitsandbytes')
     actor = adapted(SharedTrunk(tiny_causal_lm('gpt2', hidden=64), quantize='nf4', dtype=torch.bfloat16).actor(4), 1)

@@ -67,6 +67,13 @@ def test_another_optimizer_and_another_reward_are_named_and_used(saved):
     assert "reward 'vowels, source " in text and "→ 'consonants, source " in text
 
 
+def test_another_coefficient_of_the_kl_is_used(saved):
+    trainer, (text,) = resumed(saved, kl_coef=0.5)
+    assert 'config.kl_coef 0.1 → 0.5' in text and trainer.log.phases[-1]['rollout/kl_coef'] == 0.5
+    trainer, (text,) = resumed(saved, kl_target=3.0)
+    assert 'config.kl_target None → 3.0' in text and trainer.log.phases[-1]['rollout/kl_coef'] == 0.1
+
+
 def test_other_stop_strings_and_another_reference_are_named(saved):
     _, (text,) = resumed(saved, stop_strings=['zz'])
     assert "stop_strings [] → ['zz']" in text

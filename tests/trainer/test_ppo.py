@@ -11,11 +11,15 @@ from ppo_on_ids import GOOD, VOCAB, CountGood, fit, make, prompts, run
 from stop_after import StopAfter
 from tiny_runs import SMALL, assemble, weights
 
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.strategies import NaiveStrategy
 from chatgpt.strategies.checkpoint import CheckpointError
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import NonFiniteError
+from chatgpt.trainer.callbacks import EarlyStopping
+
+BIASES: dict[str, Any] = {'lora_rank': 2, 'lora_train_bias': 'all'}
 
 
 @pytest.mark.parametrize(
@@ -178,11 +182,47 @@ def test_constructor_refuses(settings, message):
 
 
 def test_a_missing_reference_or_critic_is_refused():
-    actor = GPTActor(config=tiny_config('gpt2', **SMALL))
-    with pytest.raises(ValueError, match='kl_coef=0.1 needs a reference'):
-        assemble(NaiveStrategy(), actor, None, CountGood(), advantage_estimator='reinforce++')
+    actor, biases = (GPTActor(config=tiny_config('gpt2', **SMALL), **own) for own in ({}, BIASES))
+    for given in (actor, biases):  # without adapters the model with trained biases is not the initial one
+        with pytest.raises(ValueError, match='kl_coef=0.1 needs a reference'):
+            assemble(NaiveStrategy(), given, None, CountGood(), advantage_estimator='reinforce++')
     with pytest.raises(ValueError, match="advantage_estimator='gae' needs values"):
         assemble(NaiveStrategy(), actor, None, CountGood(), kl_coef=0.0)
+
+
+def test_what_would_do_nothing_is_refused():
+    for settings, message in (
+        ({'critic': True, 'advantage_estimator': 'reinforce++'}, "'reinforce\\+\\+' takes no critic: pass critic=None"),
+        ({'critic': True, 'value_coef': 0.5}, 'value_coef=0.5 weighs the value loss where actor and critic share'),
+        ({'environment_settings': EnvironmentSettings()}, 'environment_settings: there is no environment'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(**settings)
+
+
+def test_parts_of_a_phase_out_of_order_are_refused():
+    trainer = make()
+    with pytest.raises(ValueError, match='collect: there are no prompts: call set_prompts first'):
+        trainer.collect(1)
+    trainer.set_prompts(prompts())
+    with pytest.raises(ValueError, match='num_timesteps=0 must be at least 1'):
+        trainer.collect(0)
+    with pytest.raises(ValueError, match='learn: there is no experience to learn from: collect first'):
+        trainer.learn()
+
+
+def test_a_stop_on_the_kl_needs_a_reference():
+    stop = EarlyStopping('rollout/kl_mean', above=50.0)
+    fit(make(callbacks=[stop]), 1)
+    settings = {'advantage_estimator': 'reinforce++', 'kl_coef': 0.0, 'eos_token_id': 2, 'callbacks': [stop]}
+    actor = GPTActor(config=tiny_config('gpt2', **SMALL))
+    with pytest.raises(ValueError, match='rollout/kl_mean needs a reference, and this run has none'):
+        fit(assemble(NaiveStrategy(), actor, None, CountGood(), **settings), 1)
+
+
+def test_a_warmup_longer_than_the_run_is_named():
+    with pytest.warns(UserWarning, match='warmup_steps=100 is more than the 2 optimizer steps of this run'):
+        fit(make(warmup_steps=100, train_batch_size=4, experience_batch_size=8, max_epochs=1), 1)
 
 
 def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weights():

@@ -138,6 +138,23 @@ def test_labelled_text_by_hand_and_learnt():
     assert trainer.phase < 40  # of 400
 
 
+def test_scores_of_labelled_text_stay_logits_unless_they_have_a_reference():
+    data = [labelled([6 + i % 4, 11 if i % 8 else 5, 2], i % 8 != 0) for i in range(32)]  # seven of eight are good
+    for given, shifted in ({}, False), ({'reference_data': [sequence([3], [6, 2])]}, True):
+        trainer = make(data, data, lr=1e-2, max_epochs=4, **given)
+        trainer.fit()
+        assert bool(trainer.model.score_bias) == shifted
+    with pytest.raises(ValueError, match='calibrate: there is no sequence'):
+        trainer.calibrate([])
+
+
+def test_a_patience_that_cannot_stop_the_run_is_named():
+    data = [labelled([6 + i % 4], i % 2) for i in range(16)]
+    settings = {'early_stopping_patience': 2, 'max_epochs': 5, 'train_batch_size': 4, 'log_interval': 10}
+    with pytest.warns(UserWarning, match='rm/val_loss is measured 2 times in this run, after each log_interval=10'):
+        make(data, data, **settings).fit()
+
+
 def test_labels():
     good, bad = (1, True, 1.0), (0, -1, 'NEG')
     assert all(is_success(label, None) for label in good) and not any(is_success(label, None) for label in bad)

@@ -263,7 +263,7 @@ def test_ranks_have_no_effect():
 def test_reward_weights_without_an_environment_are_refused():
     weights = {'vowels': 1.0}
     for settings, message in (
-        ({'reward_weights': weights, 'environment': None}, 'reward_weights weigh the rewards of an environment'),
+        ({'reward_weights': weights, 'environment': None}, 'reward_weights: there is no environment'),
         ({'reward_weights': weights}, 'needs one weight, by the name reward_fn or reward_model'),
     ):
         with pytest.raises(ValueError, match=message):

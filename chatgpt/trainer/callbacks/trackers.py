@@ -86,7 +86,9 @@ class Tracker(Callback):
             return
         shown = self.num_rows and trainer.last_experiences and (step == 1 or step % self.samples_every == 0)
         given = trainer.last_experiences if shown else []
-        self.log(metrics, rows_of(given, self.num_rows, trainer.tokenizer, reference='rollout/kl_mean' in metrics), step)
+        self.log(
+            metrics, rows_of(given, self.num_rows, trainer.tokenizer, reference='rollout/kl_mean' in metrics), step
+        )
 
     def on_fit_end(self, trainer: TrainerView) -> None:
         self._end(failed=False)

@@ -167,7 +167,7 @@ class ExperienceMaker:
 
         table = numbers(experiences, row, 4, self.strategy)
         for e, size in zip(experiences, table[:, 0].tolist(), strict=True):
-            if size > LARGEST_REWARD:
+            if not size <= LARGEST_REWARD:  # NaN too
                 raise RewardValueError(
                     f'the score {e.score:g} of {e.called} is beyond {LARGEST_REWARD:g}, and squares of such rewards '
                     'overflow in fp32; give score_clip, or a reward of another scale'

@@ -20,7 +20,7 @@ from chatgpt.data.tokenize import TokenizedPreference
 from chatgpt.functional import preference as losses
 from chatgpt.functional.losses import right_order, sequence_logprobs
 from chatgpt.nn.sweep import SWEEP_TOKENS
-from chatgpt.nn.trunk import dropout_off
+from chatgpt.nn.trunk import in_eval_mode
 from chatgpt.trainer.experience.reference import Reference
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.objectives.config import DPOConfig, ORPOConfig, ReferenceConfig, SimPOConfig
@@ -69,12 +69,8 @@ class AgainstReference:
 
     def of(self, sequences: list[Sequence]) -> list[float]:
         """Returns the log-probs of sequences that all ranks hold."""
-        bare = self.reference.bare
-        was_training = bare.training
-        dropout_off(bare)  # under LoRA the reference is the same model
-        values = self.reference.sums_of(sequences, self.max_tokens)
-        bare.train(was_training)
-        return values
+        with in_eval_mode(self.reference.bare):  # under LoRA the reference is the same model
+            return self.reference.sums_of(sequences, self.max_tokens)
 
     def column(self, values: SequenceOf[float | None]) -> dict[str, Tensor]:
         """Returns the column `ref_logps` from precomputed values of sequences."""

@@ -199,9 +199,10 @@ class RewardModelTrainer(OfflineTrainer):
         self.reference_data = reference_data
 
     def fit(self) -> None:
-        """Trains as the base does; then calibrates, if set."""
+        """Trains as the base does; then calibrates, if set. Scores of labelled text are logits, which stay as they are
+        unless there is `reference_data`."""
         super().fit()
-        if self.config.calibrate:
+        if self.config.calibrate and (isinstance(self.objective, PairwiseObjective) or self.reference_data):
             self.calibrate()
 
     @torch.no_grad()
@@ -219,6 +220,8 @@ class RewardModelTrainer(OfflineTrainer):
             sequences = kept if self.reference_data else [self.objective.sequences(r)[0] for r in kept]
         bare: Any = self.strategy.unwrap(self.model)
         chosen = list(sequences)
+        if not chosen:
+            raise ValueError('calibrate: there is no sequence')
 
         def shown(cuts: list[list[int]]) -> Iterable[list[int]]:
             bars = (c for c in self.callbacks.callbacks if isinstance(c, ProgressBar))
