@@ -166,7 +166,7 @@ class Method:
 
 
 class OfflineTrainer(Trainer):
-    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` after each `log_interval` steps
+    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` after `log_interval` steps
     in which an epoch ends.
 
     Args:

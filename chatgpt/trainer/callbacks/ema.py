@@ -23,8 +23,8 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 
 class EMA(Callback):
-    """Averages a model's weights and, at the end, writes them as a Hugging Face folder; that of a reward model before its
-    calibration.
+    """Averages a model's weights and, at the end, writes them as a Hugging Face folder: that of a reward model before
+    its calibration.
 
     Training checkpoints hold the average as `<model>_ema/`. After a resume from one without it, the average starts from
     the weights, with a warning.
