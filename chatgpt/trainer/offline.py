@@ -381,6 +381,8 @@ class OfflineTrainer(Trainer):
         """Returns means over data of the objective, the same list on every rank: the metrics of its loss, and the
         derived ones."""
         objective, records = self.objective, self.objective.records(data)
+        if not records:
+            raise ValueError('evaluate: there are no records')
         objective.prepare(records)
         stats = BatchStats()
         limit = self.config.max_tokens_per_batch or SWEEP_TOKENS

@@ -181,7 +181,8 @@ class RFTTrainer(OfflineTrainer):
         return {'method': 'rft', 'reward': described(self.scorer)} | self.collector.facts()
 
     def fit(self) -> None:
-        """Runs `num_rounds` rounds. After `load_checkpoint` it continues with the next one."""
+        """Runs the rounds that are left of `num_rounds`: after `load_checkpoint` it continues with the next one, and a
+        second call has none."""
         c = self.config
         self.is_resuming = False
         with self.running(num_phases=self.phase + c.num_rounds - self.round):

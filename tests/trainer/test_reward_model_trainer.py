@@ -146,6 +146,8 @@ def test_scores_of_labelled_text_stay_logits_unless_they_have_a_reference():
         assert bool(trainer.model.score_bias) == shifted
     with pytest.raises(ValueError, match='calibrate: there is no sequence'):
         trainer.calibrate([])
+    with pytest.raises(ValueError, match='evaluate: there are no records'):
+        trainer.evaluate([])
 
 
 def test_a_patience_that_cannot_stop_the_run_is_named():
