@@ -179,7 +179,7 @@ def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwr
     if path.suffix not in OUTPUT_SUFFIXES:
         raise ValueError(f'{path}: unknown kind of file {path.suffix!r}; give one of {", ".join(OUTPUT_SUFFIXES)}')
     if path.exists() and not overwrite:
-        raise ValueError(f'{path}: the file exists; allow overwriting it or give another name')
+        raise ValueError(f'{path}: the file exists; give another name, or --overwrite (in Python overwrite=True)')
     if not path.parent.is_dir():
         raise ValueError(f'{path}: there is no folder {path.parent}; make it first')
     rows = list(records)

@@ -153,8 +153,9 @@ def as_kind(example: Example, kind: Kind) -> Any:
         if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
             prompt, response = split_turns(example.prompt)  # a last turn of the user has no response to learn from
             return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
-    if kind == 'preference' and len(half := {'chosen', 'rejected'} & columns.keys()) == 1:
-        raise BadRecord(f'{half.pop()!r} alone, where a preference has chosen and rejected')
+    half = [name for name in ('chosen', 'rejected') if columns.get(name) is not None]
+    if kind == 'preference' and len(half) == 1:
+        raise BadRecord(f'{half[0]!r} alone, where a preference has chosen and rejected')
     raise BadRecord(f'a {_NAMES[type(example)]}, where a {_NAMES[_CLASSES[kind]].split(" (")[0]} is needed')
 
 

@@ -177,20 +177,21 @@ def load_prompts(
         if max_prompts is not None and len(prompts) >= max_prompts:
             break
         try:
-            example = _prompt_example(record, wanted)
+            example = prompt_example(record, wanted)
             has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
             cuts: list[int] = []
             prompts.append(tokenize_prompt(example, tokenizer, cuts=cuts, **options))
             cut += [len(prompts) - 1] if cuts else []
         except BadRecord as reason:
-            others = prompts or bad.skip or any_usable(records, lambda other: _prompt_example(other, wanted))
+            others = prompts or bad.skip or any_usable(records, lambda other: prompt_example(other, wanted))
             bad.report(record.where, str(reason), SKIPPED if others else '')
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
     return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns, cut)
 
 
-def _prompt_example(record: Record, column: str) -> PromptExample:
+def prompt_example(record: Record, column: str) -> PromptExample:
+    """Returns the prompt of a record, with its other columns. Raises BadRecord."""
     data = record.data
     if column in data:
         if data[column] is None:

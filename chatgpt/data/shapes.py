@@ -103,8 +103,10 @@ def shape_of(data: Mapping[str, Any]) -> str:
 def misspelt(data: Any) -> str:
     """Returns '; rename column 'choosen' to 'chosen'' for a column similar to a missing known one; else ''."""
     columns = list(data) if isinstance(data, Mapping) else []
+    names = sorted(KNOWN - {*COMPARED, *PAIRS[1]})  # the last letter of those says which answer is better
     for column in columns:
-        close = [] if column in KNOWN else [name for name in near(str(column), KNOWN) if name not in columns]
+        counted = str(column)[-1:].isdigit()  # one of several answers, which no known name says
+        close = [] if column in KNOWN or counted else [n for n in near(str(column), names) if n not in columns]
         if close and abs(len(close[0]) - len(column)) < 3:
             return f'; rename column {column!r} to {close[0]!r}'
     return ''

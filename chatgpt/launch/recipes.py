@@ -125,9 +125,9 @@ def learning_rate(run: Run, strategy: Any, model: Any, setting: str = 'lr') -> f
     return rate
 
 
-def head_rate(run: Run, strategy: Any, model: Any, setting: str, lr: float) -> float:
+def head_rate(run: Run, strategy: Any, model: Any, setting: str, lr: float, *, of_all: bool = False) -> float:
     """Returns the learning rate of a value head: the run's `setting`, else for a new head that of a critic with LoRA,
-    which is printed, and for a learned one `lr`, the rate of the rest."""
+    which is printed, and for a learned one `lr`, the rate of the rest. `of_all`: the rest has the same setting."""
     given: float | None = getattr(run, setting)
     if given is not None:
         return given
@@ -135,7 +135,8 @@ def head_rate(run: Run, strategy: Any, model: Any, setting: str, lr: float) -> f
         return lr
     rate = recommended_lr(model_facts(model)['parameters'], 'rm', adapters=True)
     if strategy.is_rank_0 and rate != lr:
-        print(f'{setting} {rate:g} for the new value head; --{setting} sets another (docs/critic.md)', flush=True)
+        another = 'one rate for all' if of_all else 'another'
+        print(f'{setting} {rate:g} for the new value head; --{setting} sets {another} (docs/critic.md)', flush=True)
     return rate
 
 
@@ -150,7 +151,7 @@ def make_optimizer(run: Run, strategy: Any, model: Any, setting: str = 'lr', hea
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = learning_rate(run, strategy, model, setting)
     if head and model.value_head is not None:
-        parameters = model.parameter_groups(head_rate(run, strategy, model, head, lr))
+        parameters = model.parameter_groups(head_rate(run, strategy, model, head, lr, of_all=head == setting))
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
     if run.optimizer == 'adamw':

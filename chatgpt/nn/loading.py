@@ -91,6 +91,7 @@ def _models_inside(name: str) -> str:
     """Returns a hint for a folder without a model: the models in its subfolders."""
     root = Path(name)
     inside = sorted(str(path.parent) for path in root.glob('*/config.json') if path.parent.name != 'initial')
+    inside = [path for path in inside if Path(path).name != 'critic'] or inside
     if inside:
         is_run = any((root / file).exists() for file in ('metrics.jsonl', 'config.yaml', 'checkpoints'))
         return (

@@ -292,7 +292,8 @@ class OfflineTrainer(Trainer):
         self.expect_updates(total)
         self._last_batch = total
         self._warn_of_patience(per_epoch, total)
-        with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
+        left = -(-total // c.log_interval) - self.batches_done // c.log_interval if self.batches_done < total else 0
+        with self.running(num_phases=self.phase + left):
             for data in (self.train_data, self.eval_data or []):
                 self.objective.prepare(list(data))
             while self.batches_done < total and not self.stop_agreed():

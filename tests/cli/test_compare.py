@@ -92,6 +92,14 @@ def test_prompts_of_a_text_file_are_its_lines(compare, folder, tmp_path):
         assert store.records() == [{'prompt': 'one day a fox'}, {'prompt': 'one day a cat'}]
 
 
+def test_prompts_have_other_columns_of_any_kind_and_a_name_that_is_given(compare, folder, tmp_path):
+    write(folder / 'asked.jsonl', [{'question': 'one day a fox', 'answer': 7}, {'question': 'a cat', 'answer': 8}])
+    for words in ([], ['--prompt_column=question']):
+        assert compare(*TWO[:2], '--prompts=asked.jsonl', TWO[3], *words) == 0
+        with Store(tmp_path / 'judged.sqlite') as store:
+            assert store.records() == [{'prompt': 'one day a fox'}, {'prompt': 'a cat'}]
+
+
 def test_answers_are_made_once(compare, monkeypatch, tmp_path):
     """A start after an interruption between the models generates only the second; a third generates nothing."""
     from chatgpt.launch.cli import compare as word

@@ -269,6 +269,9 @@ def refusal(method: str, path: Path) -> str:
         ('sft', {'prompt': 'a', 'complletion': 'b'}, "rename column 'complletion' to 'completion'"),
         ('ppo', {'promt': 'a'}, "rename column 'promt' to 'prompt'"),
         ('sft', {'promt': 'a', 'completion': 'b'}, "rename column 'promt' to 'prompt'"),
+        # a name that differs in its number says nothing of which answer is better
+        ('dpo', {'prompt': 'a', 'response_0': 'b', 'response_1': 'c'}, 'a preference is needed; such a file is for'),
+        ('dpo', {'prompt': 'a', 'chosen': None, 'rejected': 'c'}, "'rejected' alone, where a preference has chosen"),
     ],
 )
 def test_a_file_of_another_kind_names_the_column_or_the_command(tmp_path, method, row, message):

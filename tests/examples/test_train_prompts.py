@@ -112,7 +112,7 @@ def test_resume_auto_continues_where_the_run_stopped(monkeypatch, capsys, tmp_pa
     stopped = [*common, '--save_path', str(tmp_path / 'stopped')]
     run(monkeypatch, *stopped, '--max_timesteps=1')
     capsys.readouterr()
-    assert 'holds checkpoints of an earlier run, up to step-00000001' in fails(monkeypatch, capsys, *stopped)
+    assert 'stopped holds a complete run: give the model in it as --pretrain' in fails(monkeypatch, capsys, *stopped)
     run(monkeypatch, *stopped, '--max_timesteps=3', '--resume', 'auto')
     whole, resumed = left(tmp_path / 'whole'), left(tmp_path / 'stopped')
     assert whole == resumed and [line['step'] for line in resumed[0]] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from typing import Any
@@ -86,20 +87,24 @@ def test_each_group_has_a_rate_in_range_or_none_learns():
     assert 'is 1, far from any in use' in str(text(1e-5, 1.0)) and 'is 0, so' in str(text(0.0, 0.0))
 
 
-@pytest.mark.parametrize('offline', [False, True])
+@pytest.mark.parametrize('offline', [None, {}, {'log_interval': 10}])
 def test_a_resume_of_a_finished_run_is_reported(tmp_path, capsys, offline):
     """A run that is longer now continues."""
 
     def fit(times: int, resume: bool = True) -> str:
-        trainer: Any = sft(max_steps=times, run_dir=tmp_path) if offline else make(run_dir=tmp_path)
+        if offline is None:
+            trainer: Any = make(run_dir=tmp_path)
+        else:
+            trainer = sft(max_steps=times, run_dir=tmp_path, **offline)
         assert not resume or trainer.load_checkpoint('auto')
-        trainer.fit() if offline else trainer.fit(prompts(), 1, times, 1)
+        trainer.fit(prompts(), 1, times, 1) if offline is None else trainer.fit()
         return capsys.readouterr().out
 
     assert 'going on' not in fit(1, resume=False)
     again = fit(1)
     assert 'this run is finished' in again and 'going on' not in again
-    assert ('raise max_epochs or max_steps' if offline else 'raise num_episodes or max_timesteps') in again
+    raised = 'raise num_episodes or max_timesteps' if offline is None else 'raise max_epochs or max_steps'
+    assert raised in again and json.loads((tmp_path / 'run.json').read_text())['status'] == 'ended'
     longer = fit(2)
     assert 'going on from' in longer and 'is finished' not in longer
 

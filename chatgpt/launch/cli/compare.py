@@ -47,6 +47,7 @@ def parser() -> Parser:
     inputs.add_argument(
         '--prompts', metavar='FILE', help='file of prompts: csv, json, jsonl, parquet, or .txt with one per line'
     )
+    generate.add_prompt_column(inputs)
     inputs.add_argument(
         '--answers',
         action='append',
@@ -164,7 +165,7 @@ def _read(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[st
         names = args.answers if len(args.answers) == 2 else ['response1', 'response2']
         bound: dict[str, Any] = {'answers': _digest(list(zip(*made, strict=True)))}
     elif args.model:
-        records = read_prompts(args.prompts, args.apply_chat_template)
+        records = read_prompts(args.prompts, args.apply_chat_template, args.prompt_column)
         names = args.model if len(args.model) == 2 else ['the first sample', 'the second sample']
         bound = {'models': args.model} | {name: getattr(args, name) for name in SETTINGS}
     else:
@@ -187,16 +188,23 @@ def _check_same(db: str, there: dict[str, Any], given: dict[str, Any]) -> None:
             )
 
 
-def read_prompts(path: str, apply_chat_template: bool | None = None) -> list[dict[str, Any]]:
+def read_prompts(path: str, apply_chat_template: bool | None = None, column: str | None = None) -> list[dict[str, Any]]:
     """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
-    from chatgpt.data.loading import load_examples
-    from chatgpt.data.reading import suffix_of
+    from chatgpt.data.examples import BadRecord
+    from chatgpt.data.prompts import prompt_example
+    from chatgpt.data.reading import read_records, suffix_of
 
     plain = suffix_of(path) == '.txt'
     if plain and not Path(path).is_file():
         raise ValueError(f'--prompts {path}: there is no such file')
-    lines: Any = {'columns': {'prompt': 'text'}, 'text_separator': '\n'} if plain else {}
-    return [_record(example.prompt, apply_chat_template) for example in load_examples(path, kind='prompt', **lines)]
+    records = []
+    for row in read_records(path, text_separator='\n'):
+        try:
+            prompt = prompt_example(row, 'text' if plain else column or 'prompt').prompt
+        except BadRecord as reason:
+            raise ValueError(f'{row.where}: {reason}') from None
+        records.append(_record(prompt, apply_chat_template))
+    return records
 
 
 def read_answers(

@@ -37,8 +37,8 @@ def parser() -> Parser:
         help='columns with other names than the shape expects, such as prompt=question',
     )
     out.add_argument('--split', default='train', help='of a hub data set, or of a folder with files of this name')
-    out.add_argument('--subset')
-    out.add_argument('--max_examples', type=int)
+    out.add_argument('--subset', help='config of a hub data set')
+    out.add_argument('--max_examples', type=int, help='number of records to convert (default: all)')
     out.add_argument(
         '--text_separator', default='\n\n', help='separator of the texts in a .txt file (default: blank lines)'
     )
@@ -47,7 +47,7 @@ def parser() -> Parser:
         action='store_true',
         help='skip and count records that cannot be read or converted, instead of stopping',
     )
-    out.add_argument('--overwrite', action='store_true')
+    out.add_argument('--overwrite', action='store_true', help='replace an existing target')
     return out
 
 

@@ -72,7 +72,7 @@ def parser() -> Parser:
         '--stop_string', action='append', help='text that ends a response; may be given several times'
     )
     run.add_argument('--num_rows', type=int, default=4, help='number of samples to print (default: 4)')
-    run.add_argument('--output', help='jsonl file for prompts, responses and scores')
+    run.add_argument('--output', help='jsonl file for prompts, responses and scores, replaced if there is one')
     add_strategy(run)
     return out
 
@@ -201,6 +201,12 @@ def main() -> None:
     if strategy.is_rank_0:
         print(json.dumps({name: round(value, 6) for name, value in numbers.items()}))
         if output is not None:
+            rows = evaluation.last
+            if environment is None:  # conversations as they were given, as `generate` writes them
+                shown = [{'prompt': p.messages} if p.messages else {} for p in prompts]
+                rows = [
+                    {k: v for k, v in {**r, **s}.items() if k != 'last_turn'} for r, s in zip(rows, shown, strict=True)
+                ]
             with open(args.output, 'w') as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in evaluation.last)
+                file.writelines(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
             print(f'{len(evaluation.last)} responses written to {args.output}')

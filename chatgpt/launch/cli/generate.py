@@ -46,7 +46,7 @@ def parser(*, chats: bool | None = False) -> Parser:
             '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt with one per line)'
         )
         add_prompt_column(prompts)
-        run.add_argument('--output', help='jsonl file to write prompts and responses to')
+        run.add_argument('--output', help='jsonl file for prompts and responses, replaced if there is one')
     add_template(prompts, 'prompts in text are turns of the user')
     add_sampling(responses, "the model's generation_config, else {}")
     if not chats:
@@ -62,7 +62,7 @@ def parser(*, chats: bool | None = False) -> Parser:
 
 
 def add_prompt_column(group: Any) -> None:
-    group.add_argument('--prompt_column', metavar='NAME', help='column of the prompts in a file (default: prompt)')
+    group.add_argument('--prompt_column', metavar='NAME', help='column of prompts in a file (default: prompt)')
 
 
 def add_template(group: Any, text: str) -> None:
