@@ -105,8 +105,9 @@ def misspelt(data: Any) -> str:
     columns = list(data) if isinstance(data, Mapping) else []
     names = sorted(KNOWN - {*COMPARED, *PAIRS[1]})  # the last letter of those says which answer is better
     for column in columns:
-        counted = str(column)[-1:].isdigit()  # one of several answers, which no known name says
-        close = [] if column in KNOWN or counted else [n for n in near(str(column), names) if n not in columns]
+        # of several answers that are numbered or lettered, no known name says which is better
+        several = any(other != column and str(other)[:-1] == str(column)[:-1] for other in columns)
+        close = [] if column in KNOWN or several else [name for name in near(str(column), names) if name not in columns]
         if close and abs(len(close[0]) - len(column)) < 3:
             return f'; rename column {column!r} to {close[0]!r}'
     return ''

@@ -308,18 +308,16 @@ class FixedKLController:
     def __init__(self, coef: float) -> None:
         if coef < 0:
             raise ValueError(f'kl coefficient {coef!r} must not be negative')
-        self.coef = self.value = float(coef)
+        self.value = float(coef)
 
     def update(self, kl: float, num_samples: int) -> None:
         """Updates the coefficient after `num_samples` responses, of all ranks, with this mean KL per response."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {'kind': self.kind, 'value': self.value, 'coef': self.coef}
+        return {'kind': self.kind, 'value': self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the saved value, unless it is of a controller of another kind or with another first coefficient."""
-        if state.get('kind') == self.kind and state.get('coef', self.coef) == self.coef:
-            self.value = float(state['value'])
+        """A constant coefficient is that of the settings, whatever the saved one was."""
 
 
 class AdaptiveKLController(FixedKLController):
@@ -342,11 +340,19 @@ class AdaptiveKLController(FixedKLController):
             if not number > 0:
                 raise ValueError(f'{name}={number!r} of an adaptive KL controller must be positive')
         super().__init__(init_coef)
-        self.target, self.horizon = float(target), float(horizon)
+        self.init_coef, self.target, self.horizon = float(init_coef), float(target), float(horizon)
 
     def update(self, kl: float, num_samples: int) -> None:
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= max(1.0 + error * num_samples / self.horizon, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {'init_coef': self.init_coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the saved value, unless it is of a constant or began with another coefficient."""
+        if state.get('kind') == self.kind and state.get('init_coef', self.init_coef) == self.init_coef:
+            self.value = float(state['value'])
 
 
 # ------------------------------------------------------------------ statistics

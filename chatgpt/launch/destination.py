@@ -16,7 +16,7 @@ from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
 from chatgpt.monitor.publish import check_push
-from chatgpt.monitor.run_folder.record import FILENAME as RUN_FILE
+from chatgpt.monitor.run_folder.record import RunRecord
 from chatgpt.strategies.checkpoint import claim_folder, latest
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
@@ -45,7 +45,7 @@ def check_resume(args: Run) -> None:
     found = latest(Path(args.save_path, 'checkpoints'))
     if is_restart(args.save_path) and (found is not None or not args.resume):
         args.resume = 'auto'
-    if not args.resume and found is not None and _has_ended(args.save_path):
+    if not args.resume and found is not None and _has_ended(args):
         raise ValueError(
             f'{args.save_path} holds a complete run: give the model in it as --pretrain with another --save_path, or '
             'go on with --resume auto and a setting that makes the run longer'
@@ -58,9 +58,15 @@ def check_resume(args: Run) -> None:
     check_not_replaced(args, resumes=bool(args.resume) and (found is not None or is_restart(args.save_path)))
 
 
-def _has_ended(folder: str) -> bool:
-    record = Path(folder, RUN_FILE)
-    return record.is_file() and (read_file(record) or {}).get('status') == 'ended'
+def _has_ended(run: Run) -> bool:
+    """Returns True if the run in the folder has ended and its model was written."""
+    try:
+        record = RunRecord.read(run.save_path)
+    except ValueError:
+        return False
+    place = final_folder(run, run.trained)
+    written = any(True for pattern in MODEL_FILES for _ in place.glob(pattern))
+    return record is not None and record.status == 'ended' and written
 
 
 def check_not_replaced(run: Run, *, resumes: bool) -> None:

@@ -22,7 +22,6 @@ from chatgpt.rollout import RolloutEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine, check_writes_turns
 from chatgpt.rollout.registry import engine_for
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.rules import is_changed
 from chatgpt.strategies.base import Strategy
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import config_of
@@ -172,8 +171,8 @@ def _check_settings(
 ) -> None:
     if config.kl_coef and not reference.exists:
         raise ValueError(
-            f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or '
-            'set kl_coef=0'
+            f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0 and '
+            'without trained biases, or set kl_coef=0'
         )
     if config.overlong_buffer is not None:
         limits = [(name, v) for name in ('max_new_tokens', 'max_length') if (v := getattr(sampling, name))]
@@ -231,11 +230,6 @@ def _check_critic(strategy: Strategy, config: PPOConfig, owner: Any, shares_trun
         return
     check_head(config, owner)
     if not shares_trunk:
-        if is_changed(config, 'value_coef'):
-            raise ValueError(
-                f'value_coef={config.value_coef} weighs the value loss where actor and critic share a trunk, and this '
-                'critic is of its own: leave it out'
-            )
         return
     for name in ('critic_epochs', 'critic_train_batch_size'):
         if getattr(config, name) is not None:

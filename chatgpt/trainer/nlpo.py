@@ -82,6 +82,7 @@ class NLPOPolicy(Policy):
         with_entropy: WithEntropy = True,
     ) -> None:
         from chatgpt.nn.layouts import check_causal
+        from chatgpt.nn.lora import has_lora
 
         super().__init__(strategy, actor, temperature, with_entropy)
         bare: Any = strategy.unwrap(actor)
@@ -94,7 +95,7 @@ class NLPOPolicy(Policy):
                 'ignore the mask'
             )
         self.check(strategy)
-        if getattr(bare, 'has_reference', False):
+        if getattr(bare, 'has_reference', False) or has_lora(bare):
             raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
         self.mask_model, self.top_p, self.interval = mask_model, config.nlpo_top_p, config.nlpo_update_interval
 

@@ -217,7 +217,10 @@ class OfflineTrainer(Trainer):
         check_models(owner, strategy, {'model': model})
         reference = Reference(strategy, model, strategy.unwrap(model), initial_model)
         if method.compares and not reference.exists:
-            raise ValueError(f'{owner} compares with a reference: pass initial_model, or an actor with lora_rank > 0')
+            raise ValueError(
+                f'{owner} compares with a reference: pass initial_model, or an actor with lora_rank > 0 and without '
+                'trained biases'
+            )
         objective = method.objective(config, reference) if method.compares else method.objective(config)
         check_models(owner, strategy, {objective.model_name: model})
         objective.check(strategy, model)

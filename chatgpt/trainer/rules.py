@@ -65,11 +65,6 @@ PPO_RULES = [
         lambda s: s.kl_in == 'loss',
         "{name}={value!r} is the estimator of the KL in the reward; with kl_in='loss' give kl_loss_kind",
     ),
-    *changed(
-        ('kl_loss_kind',),
-        lambda s: s.kl_in == 'reward',
-        "{name}={value!r} is the estimator of the KL in the loss; give kl_in='loss', or kl_kind",
-    ),
     Rule(
         lambda s: s.estimator.rewards_apart and s.kl_in == 'reward' and s.kl_coef,
         'advantage_estimator={s.advantage_estimator!r} has no sum of rewards that a KL could be taken from: set '

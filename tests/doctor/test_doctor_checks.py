@@ -100,10 +100,17 @@ def named(prefix: str) -> Any:
 
 environment, evals, perf, ppo, rm, rollout, sft = map(named, 'environment eval perf ppo rm rollout sft'.split())
 STILL = {'rollout/kl_mean': 0.0, 'rollout/kl_k3_mean': 1e-5, 'ppo/ratio_max': 1.0001, 'ppo/ratio_min': 0.9999}
+NO_KL = dict.fromkeys(KL)
 SHARED = {'ppo/critic_lr': None, 'ppo/critic_grad_norm': None, 'ppo/critic_grad_norm_max': None}
 # Medians of five, so that a step at phase p shows at p + 2.
 CASES: dict[str, Case] = {
     'nothing-moves': Case(STILL, {**STILL, 'ppo/ratio_max': 1.1}, step=10),
+    'nothing-moves, without a KL and with the clip range of GSPO': Case(
+        NO_KL | ppo(ratio_max=1.000001, ratio_min=0.999999),
+        NO_KL | ppo(ratio_max=1.002, ratio_min=0.998),
+        step=10,
+        about={'settings': {'kl_coef': 0.0, 'eps_clip': 3e-4}},
+    ),
     'nothing-moves, a reward model with the default lr': Case(
         rm(loss=0.69, accuracy=0.51, lr=1e-5), rm(lr=1e-5), step=8, base=RM
     ),

@@ -273,7 +273,7 @@ def test_adaptive_controller_by_the_published_rule():
     for other, value in (
         (ppo.AdaptiveKLController(0.2, 3.0, 100), controller.value),
         (ppo.AdaptiveKLController(0.3, 6.0, 10000), 0.3),
-        (ppo.FixedKLController(0.2), 0.2),
+        (ppo.FixedKLController(0.3), 0.3),
     ):
         other.load_state_dict(controller.state_dict())
         assert other.value == value

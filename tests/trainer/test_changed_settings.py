@@ -70,6 +70,8 @@ def test_another_optimizer_and_another_reward_are_named_and_used(saved):
 def test_another_coefficient_of_the_kl_is_used(saved):
     trainer, (text,) = resumed(saved, kl_coef=0.5)
     assert 'config.kl_coef 0.1 → 0.5' in text and trainer.log.phases[-1]['rollout/kl_coef'] == 0.5
+    trainer, (text,) = resumed(saved, kl_coef=0.0)
+    assert trainer.log.phases[-1]['rollout/kl_coef'] == 0.0
     trainer, (text,) = resumed(saved, kl_target=3.0)
     assert 'config.kl_target None → 3.0' in text and trainer.log.phases[-1]['rollout/kl_coef'] == 0.1
 

@@ -37,7 +37,6 @@ BROKEN: list[dict[str, Any]] = [
     *({'policy_loss': loss, 'dual_clip': 3.0} for loss in ('reinforce', 'cispo')),
     {'policy_loss': 'gspo', 'loss_aggregation': 'token'},
     {'kl_in': 'loss', 'kl_kind': 'full'},
-    {'kl_loss_kind': 'k2'},
     {'policy_loss': 'reinforce', 'eps_clip': 0.1},
     {'lr_schedule': 'linear', 'warmup_steps': 6, 'lr_decay_steps': 6},
     {'kl_horizon': 100.0},

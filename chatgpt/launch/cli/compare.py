@@ -143,6 +143,8 @@ def _check(args: Any) -> None:
         raise ValueError('two answers are compared: give --model, or --answers, once or twice')
     if args.answers and (args.model or args.prompts):
         raise ValueError('--answers has prompts and answers: leave --model and --prompts out')
+    if args.prompt_column and not args.prompts:
+        raise ValueError(f'--prompt_column {args.prompt_column} is of the file of --prompts: give one, or leave it out')
     if bool(args.model) != bool(args.prompts):
         raise ValueError('--model and --prompts belong together: give both or neither')
     if args.annotators_per_pair is not None and args.annotators_per_pair < 1:
@@ -190,9 +192,18 @@ def _check_same(db: str, there: dict[str, Any], given: dict[str, Any]) -> None:
 
 def read_prompts(path: str, apply_chat_template: bool | None = None, column: str | None = None) -> list[dict[str, Any]]:
     """Returns the prompts of a file as records for `chatgpt.data`. Raises ValueError with file and line."""
-    from chatgpt.data.examples import BadRecord
+    from chatgpt.data.examples import BadRecord, as_kind
     from chatgpt.data.prompts import prompt_example
     from chatgpt.data.reading import read_records, suffix_of
+    from chatgpt.data.shapes import to_example
+
+    def read(row: Any) -> Any:
+        if column or plain:
+            return prompt_example(row, 'text' if plain else column or '').prompt
+        try:
+            return as_kind(to_example(row.data, row.where), 'prompt').prompt
+        except BadRecord:  # columns beside the prompt may be of any kind
+            return prompt_example(row, 'prompt').prompt
 
     plain = suffix_of(path) == '.txt'
     if plain and not Path(path).is_file():
@@ -200,10 +211,9 @@ def read_prompts(path: str, apply_chat_template: bool | None = None, column: str
     records = []
     for row in read_records(path, text_separator='\n'):
         try:
-            prompt = prompt_example(row, 'text' if plain else column or 'prompt').prompt
+            records.append(_record(read(row), apply_chat_template))
         except BadRecord as reason:
             raise ValueError(f'{row.where}: {reason}') from None
-        records.append(_record(prompt, apply_chat_template))
     return records
 
 

@@ -328,8 +328,8 @@ def read_prompts(source: str, tokenizer: Any, column: str | None, *, data: bool 
     from chatgpt.data.reading import SKIPPED, SUFFIXES, BadRecordError, suffix_of
 
     is_file = data or suffix_of(source) in SUFFIXES or os.path.isfile(source)
-    if column and not is_file:
-        raise ValueError(f'--prompt_column {column} is of a file of prompts, and {source!r} is none')
+    if column and (not is_file or suffix_of(source) == '.txt'):
+        raise ValueError(f'--prompt_column {column} is of a file of prompts with columns, and {source!r} is none')
     try:
         return load_prompts(source if is_file else [{'prompt': source}], tokenizer, column=column or 'prompt')
     except BadRecordError as error:

@@ -61,7 +61,7 @@ def _policy(h: History) -> Seen | None:
     if h.updates_per_phase > 1 and h.count('ppo/ratio_max'):
         pairs = zip(h.last('ppo/ratio_max', NOW), h.last('ppo/ratio_min', NOW), strict=False)
         off = median(max(high - 1.0, 1.0 - low) for high, low in pairs)
-        if off > LIMITS['still_ratio']:
+        if off > LIMITS['still_ratio'] * min(h.setting('eps_clip', 0.2) / 0.2, 1.0):
             return None
         seen.append(f'ratio within {off:.1g} of 1')
     if not seen:

@@ -34,7 +34,7 @@ class _Patience(Callback):
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric)
         if value is None and self.metric in ('rollout/kl_mean', 'rollout/kl_k3_mean'):  # of every phase, or of none
-            raise ValueError(f'{self.metric} needs a reference, and this run has none: kl_coef is 0')
+            raise ValueError(f'{self.metric} needs a reference, and this run measures no KL to one')
         if value is None:
             return
         self.num_bad = 0 if self.is_good(value) else self.num_bad + 1

@@ -100,7 +100,7 @@ class RolloutRecorder(Callback):
         chosen = fetched(trainer.strategy, first_groups(trainer.last_experiences, self.num_sequences))
         entropy = _entropies(trainer, seen, chosen)
         if trainer.strategy.is_rank_0:
-            self._write(trainer, step, chosen, entropy)
+            self._write(trainer, step, chosen, entropy, reference='rollout/kl_mean' in metrics)
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._watches, self._seen = False, []
@@ -124,14 +124,23 @@ class RolloutRecorder(Callback):
             warnings.warn(f'{self._folder}: {error.strerror or error}', stacklevel=2)
 
     def _write(
-        self, trainer: TrainerView, step: int, chosen: list[Experience], entropy: dict[int, SequenceOf[float]]
+        self,
+        trainer: TrainerView,
+        step: int,
+        chosen: list[Experience],
+        entropy: dict[int, SequenceOf[float]],
+        *,
+        reference: bool,
     ) -> None:
         """Writes a phase. A failure, for example of the disk or a tokenizer, is a warning and does not end the run."""
         if self._folder is None:
             self._begin(trainer, step - 1)
         assert self._folder is not None
         try:
-            path = rollouts.write_rollouts(self._folder, step, rows_of_phase(chosen, step, trainer.tokenizer, entropy))
+            rows = rows_of_phase(chosen, step, trainer.tokenizer, entropy)
+            if not reference:
+                rows = [row | {'kl': None} for row in rows]
+            path = rollouts.write_rollouts(self._folder, step, rows)
             self._sizes[step] = path.stat().st_size
             keep = rollouts.phases_to_keep(self._sizes, self.max_mib * 2**20, self.max_phases)
             for phase in self._sizes.keys() - keep:

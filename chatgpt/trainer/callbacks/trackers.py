@@ -106,7 +106,8 @@ def sample_table(rows: SequenceOf[Mapping[str, Any]]) -> str:
     """Returns samples as aligned text."""
     from chatgpt.trainer.callbacks.samples import format_table, shown_parts
 
-    return format_table(list(map(shown_parts, rows)), ('score', 'kl', 'prompt', 'response'), width=2000)
+    columns = [name for name in ('score', 'kl', 'prompt', 'response') if any(name in row for row in rows)]
+    return format_table(list(map(shown_parts, rows)), columns, width=2000)
 
 
 class TensorBoard(Tracker):

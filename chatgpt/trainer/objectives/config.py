@@ -57,8 +57,8 @@ class RewardModelConfig(SupervisedConfig):
     """label of labelled text that counts as good; none: 1, true, yes, pos, positive, good, like are good, and their
     opposites bad"""
     calibrate: bool = True
-    """after training, shift the scores so that reference answers have mean 0 (arXiv 2403.17031); without reference
-    answers, the best answers are taken"""
+    """after training, shift the scores so that reference answers, without any the best answers, have mean 0 (arXiv
+    2403.17031); scores of labelled text are logits and stay"""
     calibration_samples: int = 512
     """maximum number of reference answers used for that, sampled with the seed if there are more"""
     early_stopping_patience: int | None = None

@@ -267,10 +267,11 @@ export function mountRollouts(element, source) {
       score.title = row.weighted_scores.map(([weight, own]) => `${show(weight)} × ${show(own)}`).join(' + ');
     }
     const end = row.episode ? row.episode.end : row.finish_reason;
-    const others = [`KL ${show(row.kl)}`, `${row.tokens.length} tokens`, ENDS[end] ?? end];
+    const others = [`${row.tokens.length} tokens`, ENDS[end] ?? end];
+    if (row.kl != null) others.unshift(`KL ${show(row.kl)}`);
     if (row.episode) {
       const count = row.episode.turns.length;
-      others.splice(1, 0, count === 1 ? '1 turn' : `${count} turns`);
+      others.splice(-2, 0, count === 1 ? '1 turn' : `${count} turns`);
       if (row.episode.success != null) others.push(row.episode.success ? 'success' : 'no success');
     }
     facts.append(score, make('span', 'muted', others.join(' · ')));
