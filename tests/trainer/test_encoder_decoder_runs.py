@@ -47,9 +47,9 @@ def online(family: str, actor: Any, *, critic: bool, reference: bool, reward: An
     trainer.fit(REVIEWS, 1, 2, 1)
     first, second = trainer.log.phases
     assert first['ppo/first_ratio_error'] < 1e-5 and second['ppo/first_ratio_error'] < 1e-5
-    assert abs(first['rollout/kl_mean']) < 1e-5 * 6
     assert first.get('rollout/rescore_error', 0.0) < 1e-5
     if reference:
+        assert abs(first['rollout/kl_mean']) < 1e-5 * 6
         assert abs(second['rollout/kl_mean']) > 1e-6  # the policy differs from the reference
     assert all(math.isfinite(value) for phase in trainer.log.phases for value in phase.values())
     return trainer
