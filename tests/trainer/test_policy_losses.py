@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
