@@ -110,8 +110,10 @@ def run(lesson: Lesson, work: Path) -> dict[str, Any]:
     with out.with_suffix('.log').open('w') as sink:
         command = [python, PEERS / script, lesson.to_json(), out]
         subprocess.run(command, env=env, stdout=sink, stderr=sink, check=True, cwd=PEERS)
-    kept = ('task', 'side', 'lr', 'kl_coef', 'seed', 'cpu_seconds')
-    return {name: getattr(lesson, name) for name in kept} | {'curve': json.loads(out.read_text())}
+    kept = ('side', 'lr', 'kl_coef', 'seed', 'cpu_seconds')
+    return (
+        {'task': lesson.label} | {name: getattr(lesson, name) for name in kept} | {'curve': json.loads(out.read_text())}
+    )
 
 
 def measure(results: harness.Results, lesson: Lesson, work: Path) -> dict[str, Any]:
@@ -213,6 +215,7 @@ def main() -> None:
     )
     parser.add_argument('--held_out', type=Path, help='held-out prompts, in the same format')
     parser.add_argument('--classifier', default='', help='sentiment: a folder of AutoModelForSequenceClassification')
+    parser.add_argument('--data', default='', help='name of these files and this model, if a task ran with others')
     parser.add_argument('--sides', nargs='+', choices=list(SIDES), default=list(SIDES))
     parser.add_argument('--search-seconds', type=float, default=120, help='CPU seconds per run of the search')
     parser.add_argument('--seconds', type=float, default=300, help='CPU seconds per run of the comparison')
@@ -232,7 +235,10 @@ def main() -> None:
     if args.task == 'sums':
         start, files = write_sums(args.start, work / args.task)
     else:
-        start, files = args.start, write_task(args.start, args.prompts, args.held_out, work / args.task)
+        start, files = (
+            args.start,
+            write_task(args.start, args.prompts, args.held_out, work / f'{args.task} {args.data}'.strip()),
+        )
     lessons = [
         Lesson(
             side=side,
@@ -248,6 +254,7 @@ def main() -> None:
             new_tokens=NEW_TOKENS[args.task],
             train_batch=32 if args.task == 'additions' else 16,
             classifier=args.classifier,
+            data=args.data,
         )  # fmt: skip
         for side in args.sides
     ]

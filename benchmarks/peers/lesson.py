@@ -52,10 +52,16 @@ class Lesson:
     train_batch: int
     """sequences of an optimizer step"""
     classifier: str = ''
+    data: str = ''
+    """name of the files and of the initial model, if a task has several"""
+
+    @property
+    def label(self) -> str:
+        return f'{self.task} {self.data}'.strip()
 
     @property
     def name(self) -> str:
-        return f'{self.task} {self.side} lr {self.lr:g} kl {self.kl_coef:g} seed {self.seed} {self.cpu_seconds:g}s'
+        return f'{self.label} {self.side} lr {self.lr:g} kl {self.kl_coef:g} seed {self.seed} {self.cpu_seconds:g}s'
 
     @property
     def responses(self) -> int:
