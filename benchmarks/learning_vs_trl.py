@@ -16,7 +16,9 @@ three seeds on other held-out prompts. CPU seconds are those of the whole proces
 evaluations, which share their code (`benchmarks/peers/lesson.py`). Runs in `benchmarks/results/learning_vs_trl.json`
 are not repeated.
 
-Sides: PPO with a value head here and in TRL 0.11.4; PPO with four networks in 1.12.0; GRPO here and in 1.16.0.
+Sides: PPO with a value head here and in TRL 0.11.4, which does not clip gradients, so PPO here also runs without
+`max_grad_norm`, at the settings that its search with it chose; PPO with four networks in 1.12.0; GRPO here and in
+1.16.0.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from lesson import Lesson  # isort: skip  # vs_peers adds its folder to Python's
 
 SIDES = {
     'ours_ppo': ('learn_ours.py', '', 'PPO, here'),
+    'ours_unclipped': ('learn_ours.py', '', 'PPO, here, gradients not clipped'),
     'ours_one_rate': ('learn_ours.py', '', 'PPO, here, head at the rate of the policy'),
     'trl_classic': ('learn_trl_classic.py', 'trl_classic', 'PPO, TRL 0.11.4'),
     'trl_ppo': ('learn_trl_ppo.py', 'trl_ppo', 'PPO, TRL 1.12.0'),
@@ -47,8 +50,10 @@ SIDES = {
     'trl_now': ('learn_trl_now.py', 'trl_now', 'GRPO, TRL 1.16.0'),
 }
 """side -> worker, environment of a peer, name on the page"""
+SEARCHED = {'ours_unclipped': 'ours_ppo'}
+"""side -> another one, whose search it takes its settings from"""
 RIVALS: dict[str, tuple[str, ...]] = {
-    'trl_classic': ('ours_ppo', 'ours_one_rate'),
+    'trl_classic': ('ours_unclipped', 'ours_ppo', 'ours_one_rate'),  # it does not clip gradients
     'trl_ppo': ('ours_ppo', 'ours_one_rate'),
     'trl_now': ('ours_grpo',),
 }
@@ -263,7 +268,7 @@ def main() -> None:
             measure(results, replace(lesson, seed=number, **SPEED), work)
         return
     for lesson in lessons:
-        lr, kl = search(results, lesson, work)
+        lr, kl = search(results, replace(lesson, side=SEARCHED.get(lesson.side, lesson.side)), work)
         for seed in SEEDS:
             best = replace(lesson, lr=lr, kl_coef=kl, seed=seed, held_out=files['held_out'])
             measure(results, replace(best, cpu_seconds=args.seconds, every=args.seconds / EVALUATIONS[args.task]), work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from lesson import BETAS, EPOCHS, EPS, GROUP, Run
@@ -27,7 +28,8 @@ def main() -> None:
     head_lr = recommended_lr(sum(p.numel() for p in actor.parameters()), 'rm', adapters=True)
     if lesson.side == 'ours_one_rate':
         head_lr = lesson.lr
-    method = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': GROUP, 'kl_in': 'loss'} if grouped else {}
+    method: dict[str, Any] = {'max_grad_norm': None} if lesson.side == 'ours_unclipped' else {}
+    method |= {'advantage_estimator': 'grpo', 'num_samples_per_prompt': GROUP, 'kl_in': 'loss'} if grouped else {}
     trainer = ppo_trainer(
         NaiveStrategy(seed=lesson.seed),
         actor,
