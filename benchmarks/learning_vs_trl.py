@@ -115,10 +115,8 @@ def run(lesson: Lesson, work: Path) -> dict[str, Any]:
     with out.with_suffix('.log').open('w') as sink:
         command = [python, PEERS / script, lesson.to_json(), out]
         subprocess.run(command, env=env, stdout=sink, stderr=sink, check=True, cwd=PEERS)
-    kept = ('side', 'lr', 'kl_coef', 'seed', 'cpu_seconds')
-    return (
-        {'task': lesson.label} | {name: getattr(lesson, name) for name in kept} | {'curve': json.loads(out.read_text())}
-    )
+    record = {name: getattr(lesson, name) for name in ('side', 'lr', 'kl_coef', 'seed', 'cpu_seconds')}
+    return {'task': lesson.label, **record, 'curve': json.loads(out.read_text())}
 
 
 def measure(results: harness.Results, lesson: Lesson, work: Path) -> dict[str, Any]:
@@ -237,13 +235,11 @@ def main() -> None:
             'give a task and --start; additions and sentiment also --prompts and --held_out; sentiment --classifier'
         )
     work, results = args.work_dir.resolve(), harness.Results(RECORDS)
+    folder = work / f'{args.task} {args.data}'.strip()
     if args.task == 'sums':
-        start, files = write_sums(args.start, work / args.task)
+        start, files = write_sums(args.start, folder)
     else:
-        start, files = (
-            args.start,
-            write_task(args.start, args.prompts, args.held_out, work / f'{args.task} {args.data}'.strip()),
-        )
+        start, files = args.start, write_task(args.start, args.prompts, args.held_out, folder)
     lessons = [
         Lesson(
             side=side,

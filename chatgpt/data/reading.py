@@ -42,13 +42,14 @@ class BadRecordError(ValueError):
 SKIPPED = 'Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)'
 
 
-def without_remedy(error: BadRecordError) -> BadRecordError:
-    """Returns the error without the sentences about flags, for callers that have none."""
-    text = str(error).removesuffix(f'. {SKIPPED}')
-    return BadRecordError(text.replace(NAMED_BY, '; rename the column of the prompt to prompt'))
-
-
 NAMED_BY = '; name the column of the prompt with --prompt_column'
+
+
+def without_remedy(error: BadRecordError, *, has_column: bool = False) -> BadRecordError:
+    """Returns the error without the sentence about skipping, for callers without that flag, and without --prompt_column
+    unless they have it."""
+    text = str(error).removesuffix(f'. {SKIPPED}')
+    return BadRecordError(text if has_column else text.replace(NAMED_BY, '; rename the column of the prompt to prompt'))
 
 
 NUM_TRIED = 100

@@ -317,7 +317,7 @@ class FixedKLController:
         return {'kind': self.kind, 'value': self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant coefficient is that of the settings, whatever the saved one was."""
+        """Does nothing: a constant coefficient is that of the settings, whatever the saved one was."""
 
 
 class AdaptiveKLController(FixedKLController):

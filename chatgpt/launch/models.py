@@ -137,7 +137,8 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     elif own_critic:
         critic = build_model(for_critic, 'Critic', value_head=bins_head(inputs))
     mask = deepcopy(actor) if policy_class(settings).takes_copy else None
-    return PPOModels(actor, critic, reward, deepcopy(actor) if run.own_reference else None, mask)
+    initial = deepcopy(actor) if run.kl_coef and not run.reference_in_actor else None
+    return PPOModels(actor, critic, reward, initial, mask)
 
 
 def build_critic(inputs: Inputs, source: str, config: Any) -> Any:

@@ -445,11 +445,6 @@ class PPORun(Run, RolloutSettings, EpisodeSettings, PPOConfig):
         """True if the actor contains the reference: with hydra, and with LoRA unless biases are trained."""
         return self.num_layers_unfrozen > 0 or (self.lora_rank > 0 and self.lora_train_bias == 'none')
 
-    @property
-    def own_reference(self) -> bool:
-        """True if the reference is a model of its own, which without a KL penalty is not loaded."""
-        return self.kl_coef > 0 and not self.reference_in_actor
-
     def generation(self) -> dict[str, Any]:
         """Returns the generation keywords of the trainer."""
         names = ('max_new_tokens', 'min_new_tokens', 'temperature', 'top_k', 'top_p')

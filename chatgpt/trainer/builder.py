@@ -128,9 +128,9 @@ def build(
     if models.critic is not None and not config.estimator.needs_values:
         raise ValueError(f'advantage_estimator={config.advantage_estimator!r} takes no critic: pass critic=None')
     _check_critic(strategy, config, bare if shares_trunk else strategy.unwrap(models.critic or bare), shares_trunk)
-    given = {'reward_weights': reward.weights, 'environment_settings': environment_settings}
-    for name in (name for name, value in given.items() if value is not None and environment is None):
-        raise ValueError(f'{name}: there is no environment; pass environment=, or leave it out')
+    for name, value in {'reward_weights': reward.weights, 'environment_settings': environment_settings}.items():
+        if value is not None and environment is None:
+            raise ValueError(f'{name}: there is no environment; pass environment=, or leave it out')
     engine = engine or engine_for(bare)
     policy = policy_for(strategy, models.actor, config, sampling.temperature, models.mask_model, engine)
     if environment is not None:

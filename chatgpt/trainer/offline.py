@@ -166,8 +166,8 @@ class Method:
 
 
 class OfflineTrainer(Trainer):
-    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` after `log_interval` steps
-    in which an epoch ends.
+    """Trainer that makes passes over `train_data` by a `Method`, evaluated on `eval_data` at the end
+    of each `log_interval` steps in which an epoch ends.
 
     Args:
         strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', to prepare them here.

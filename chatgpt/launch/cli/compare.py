@@ -198,8 +198,8 @@ def read_prompts(path: str, apply_chat_template: bool | None = None, column: str
     from chatgpt.data.shapes import to_example
 
     def read(row: Any) -> Any:
-        if column or plain:
-            return prompt_example(row, 'text' if plain else column or '').prompt
+        if name:
+            return prompt_example(row, name).prompt
         try:
             return as_kind(to_example(row.data, row.where), 'prompt').prompt
         except BadRecord:  # columns beside the prompt may be of any kind
@@ -208,6 +208,9 @@ def read_prompts(path: str, apply_chat_template: bool | None = None, column: str
     plain = suffix_of(path) == '.txt'
     if plain and not Path(path).is_file():
         raise ValueError(f'--prompts {path}: there is no such file')
+    if plain and column:
+        raise ValueError(f'--prompt_column {column} is of a file of prompts with columns, and {path!r} is none')
+    name = 'text' if plain else column
     records = []
     for row in read_records(path, text_separator='\n'):
         try:

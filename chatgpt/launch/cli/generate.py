@@ -325,7 +325,7 @@ def load_actor(args: Any, strategy: Any) -> Any:
 def read_prompts(source: str, tokenizer: Any, column: str | None, *, data: bool = False) -> Any:
     """Returns the prompts of a file, or `source` itself as the only prompt; with `data` it names data in any case."""
     from chatgpt.data import load_prompts
-    from chatgpt.data.reading import SKIPPED, SUFFIXES, BadRecordError, suffix_of
+    from chatgpt.data.reading import SUFFIXES, BadRecordError, suffix_of, without_remedy
 
     is_file = data or suffix_of(source) in SUFFIXES or os.path.isfile(source)
     if column and (not is_file or suffix_of(source) == '.txt'):
@@ -333,7 +333,7 @@ def read_prompts(source: str, tokenizer: Any, column: str | None, *, data: bool 
     try:
         return load_prompts(source if is_file else [{'prompt': source}], tokenizer, column=column or 'prompt')
     except BadRecordError as error:
-        raise BadRecordError(str(error).removesuffix(f'. {SKIPPED}')) from None
+        raise without_remedy(error, has_column=True) from None
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
