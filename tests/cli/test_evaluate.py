@@ -134,3 +134,23 @@ def test_prompts_in_a_column_of_another_name(monkeypatch, capsys, folder, tmp_pa
     for words in (['generate', model, 'a prompt'], ['evaluate', model, f'--environment={folder}/own.py:Three']):
         assert call(monkeypatch, *words, '--prompt_column=frage') == 2
         assert '--prompt_column frage is of a file of prompts' in capsys.readouterr().err
+
+
+def test_conversations_are_written_as_they_were_given(monkeypatch, capsys, folder, tmp_path):
+    turns = [{'role': 'user', 'content': 'one day'}]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / 'words')
+    (tmp_path / 'chats.jsonl').write_text(json.dumps({'prompt': turns, 'answer': 1}) + '\n')
+    words = [
+        str(folder / 'actor'),
+        str(tmp_path / 'chats.jsonl'),
+        f'--tokenizer={tmp_path}/words',
+        '--max_new_tokens=2',
+    ]
+    found = []
+    for word, *own in (['evaluate', f'--reward_fn={folder}/r.py:right'], ['generate', '--greedy']):
+        assert call(monkeypatch, word, *words, *own, f'--output={tmp_path}/out.jsonl') == 0
+        found.append(json.loads((tmp_path / 'out.jsonl').read_text()))
+    assert found[0]['prompt'] == found[1]['prompt'] == turns and 'last_turn' not in found[0]
+    assert found[0]['response'] == found[1]['response']

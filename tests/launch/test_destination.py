@@ -12,6 +12,7 @@ from chatgpt.launch import demo_world, destination
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, check_resume
 from chatgpt.launch.runs import SFTRun
+from chatgpt.monitor.run_folder.record import RunRecord
 
 Usage = namedtuple('Usage', 'total used free')
 
@@ -95,3 +96,25 @@ def test_only_rank_0_looks(tmp_path, monkeypatch):
     (tmp_path / 'file').touch()
     monkeypatch.setenv('RANK', '1')
     check_destination(run(tmp_path, model_path=str(tmp_path / 'file')), demo_world.demo_config(), 'actor')
+
+
+@pytest.mark.parametrize(
+    ('status', 'model', 'said'),
+    [
+        ('ended', True, 'run holds a complete run: give the model in it as --pretrain'),
+        ('ended', False, 'holds checkpoints of an earlier run, up to step-00000001: go on with --resume auto'),
+        ('stopped', True, 'holds checkpoints of an earlier run'),
+        ('{', True, 'holds checkpoints of an earlier run'),
+    ],
+)
+def test_a_complete_run_is_told_from_one_to_go_on_with(tmp_path, monkeypatch, status, model, said):
+    (tmp_path / 'run' / 'actor').mkdir(parents=True)
+    if model:
+        (tmp_path / 'run' / 'actor' / 'config.json').touch()
+    record = RunRecord(method='sft', trainer='SFTTrainer', status=status)  # type: ignore[arg-type]
+    record.write(tmp_path / 'run')
+    if status == '{':
+        (tmp_path / 'run' / 'run.json').write_text('{')
+    monkeypatch.setattr(destination, 'latest', lambda folder: tmp_path / 'run' / 'checkpoints' / 'step-00000001')
+    with pytest.raises(ValueError, match=said):
+        check_resume(run(tmp_path))

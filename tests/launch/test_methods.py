@@ -16,6 +16,7 @@ from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.planning import setup_of
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import DataRun, PPORun, Run, run_class
+from chatgpt.monitor.run_folder.rollouts import read_rollouts
 from chatgpt.trainer import callbacks as cb
 from chatgpt.trainer.objectives.config import SFTConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
@@ -171,6 +172,7 @@ def test_without_a_kl_penalty_no_copy_of_the_model_is_made(tmp_path, model_folde
     without, copied, kl = started('--kl_coef=0')
     assert not without.maker.reference.exists and not copied and not kl
     assert 'rollout/kl_mean' not in of_phase() and 'kl' not in cb.read_jsonl(tmp_path / 'run/samples.jsonl')[0]
+    assert all(row['kl'] is None for row in read_rollouts(tmp_path / 'run'))
     in_actor, copied, kl = started('--kl_coef=0', '--lora_rank=2')
     assert in_actor.maker.reference.exists and not copied and kl
     assert 'rollout/kl_mean' in of_phase()
