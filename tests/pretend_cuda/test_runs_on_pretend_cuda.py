@@ -69,7 +69,7 @@ def on_the_device(run: runs.Run) -> None:
 
 def groups_on_the_device(run: runs.Run) -> None:
     settings = runs.GROUPS | runs.FREE | {'advantage_estimator': 'grpo', 'buffer_cpu_offload': False}
-    runs.fitted(run, runs.online(run, **settings))
+    runs.fitted(run, runs.online(run, critic=False, **settings))
 
 
 def alibi(run: runs.Run) -> None:
