@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, int]] = {
     'ilql': {'tolist': 1, 'item': 1},
     'not_page_locked': {'copy to device': 1, 'tolist': 2, 'item': 2},  # all micro-batches in one copy
     'on_the_device': {'tolist': 2, 'item': 2},  # experience waits there
-    'groups_on_the_device': {'tolist': 2, 'item': 2},  # also for the number of responses that count
+    'groups_on_the_device': {'tolist': 2, 'item': 1},  # also for the number of responses that count
     'alibi': {'tolist': 2, 'item': 1},  # needs a mask
     'one_trunk': {'tolist': 2, 'item': 2},
 }
