@@ -30,13 +30,12 @@ def table(records: list[dict[str, Any]]) -> str:
         started = [row for row in own if 'before' in row]
         cells = [name.replace('_', ' '), len(own)]
         cells.append(f'{statistics.mean(row["before"] for row in started):.3f}' if started else '')
-        cells.append(score_of(own))
+        cells.append(score_of(own, 'score'))
         pairs = [row['score'] for row in started], [row['before'] for row in started]
         cells.append(harness.interval(*pairs) if started else '')
-        sampled = [row['sampled'] for row in own if 'sampled' in row]
-        cells.append(harness.mean_and_spread(sampled) if len(sampled) > 1 else '')
+        cells.append(score_of(own, 'sampled'))
         both = [pair for record in records if (pair := sampled_pair(record, name))]
-        cells.append(harness.interval(*zip(*both, strict=True)) if len(both) > 1 else '')
+        cells.append(harness.interval(*zip(*both, strict=True)) if both else '')
         for key, form in (('kl', '.2f'), ('length', '.1f'), ('cpu_minutes', '.1f'), ('peak_gib', '.1f')):
             values = [row[key] for row in own if key in row]
             cells.append(f'{statistics.mean(values):{form}}' if values else '')
@@ -72,9 +71,9 @@ def methods(tasks: dict[str, list[dict[str, Any]]]) -> str:
     return harness.markdown(['method', *tasks], rows)
 
 
-def score_of(rows: list[dict[str, Any]]) -> str:
-    scores = [row['score'] for row in rows]
-    return harness.mean_and_spread(scores) if len(scores) > 1 else f'{scores[0]:.3f}'
+def score_of(rows: list[dict[str, Any]], name: str) -> str:
+    scores = [row[name] for row in rows if name in row]
+    return harness.mean_and_spread(scores) if len(scores) > 1 else ''.join(f'{score:.3f}' for score in scores)
 
 
 def samples(record: dict[str, Any]) -> str:
