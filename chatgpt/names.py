@@ -21,6 +21,7 @@ class Ours(NamedTuple):
 
 
 _STEP = 'of one optimizer step, all processes together'
+_TIMESTEPS = Ours('num_timesteps', 'each of which collects and learns')
 THEIRS: dict[str, tuple[Ours, ...]] = {
     # Hugging Face's Trainer and scripts
     'learning_rate': (Ours('lr'), Ours('', 'the learning rate is that of the optimizer that the trainer is given')),
@@ -31,7 +32,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'train_file': (Ours('dataset'), Ours('prompt_path')),
     'validation_split_percentage': (Ours('validation_percentage'),),
     'per_device_train_batch_size': (Ours('batch_size'), Ours('train_batch_size', _STEP)),
-    'num_train_epochs': (Ours('epochs'), Ours('max_epochs')),
+    'num_train_epochs': (Ours('epochs'), _TIMESTEPS, Ours('max_epochs')),
     'lr_scheduler': (Ours('lr_schedule'),),
     'lr_scheduler_type': (Ours('lr_schedule'),),
     'max_train_steps': (Ours('max_steps'),),
@@ -62,10 +63,14 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'cliprange': (Ours('eps_clip'),),
     'cliprange_value': (Ours('value_clip'),),
     'vf_coef': (Ours('value_coef'),),
-    'beta': (Ours('kl_coef', 'of the penalty'),),
-    'num_episodes': (Ours('num_timesteps', 'each of which collects and learns'),),
+    'beta': (Ours('weight'), Ours('kl_coef', 'of the penalty')),
+    'simpo_gamma': (Ours('gamma', 'the margin'),),
+    'scale_rewards': (Ours('advantage_estimator', 'which divides by no standard deviation', 'dr_grpo'),),
+    'num_episodes': (_TIMESTEPS,),
+    'total_episodes': (Ours('num_episodes', 'passes over the prompts'), _TIMESTEPS),
+    'num_iterations': (Ours('max_epochs', 'of a learning phase'),),
     'epsilon': (Ours('eps_clip'),),
-    'epsilon_high': (Ours('eps_clip_high'),),
+    'epsilon_high': (Ours('eps_clip_high', 'the distance from 1; with CISPO epsilon_high is the bound itself'),),
     'num_generations': (Ours('num_samples_per_prompt'),),
     'response_length': (Ours('max_new_tokens'),),
     'max_completion_length': (Ours('max_new_tokens'),),
@@ -78,7 +83,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'loss': (Ours('loss_type'),),
     'min_length': (Ours('min_new_tokens', 'without the prompt'),),
     # llm-on-ray
-    'epochs': (Ours('max_epochs'),),
+    'epochs': (_TIMESTEPS, Ours('max_epochs')),
     'base_model': (Ours('pretrain'),),
     'model_name': (Ours('pretrain'),),
     'checkpoint_dir': (Ours('model_path'),),
@@ -95,10 +100,14 @@ TEXTS = ('prompts', 'responses', 'completions', 'outputs', 'samples')
 
 
 def ours(name: str, known: Collection[str]) -> str:
-    """Returns our name of the same meaning, if it is one of `known`; else `name` itself."""
+    """Returns our name of the same meaning, if it is one of `known`; else `name` itself.
+
+    Of several names that are known the first counts.
+    """
     if name in known:
         return name
-    return next((o.name for o in THEIRS.get(name, ()) if o.name in known and not (o.remark or o.value)), name)
+    found = next((o for o in THEIRS.get(name, ()) if o.name in known), None)
+    return found.name if found and not (found.remark or found.value) else name
 
 
 def hint(name: str, known: Collection[str], prefix: str = '') -> str:

@@ -55,6 +55,7 @@ def test_names_with_the_same_meaning_are_accepted():
     found = (ppo.kl_coef, ppo.eps_clip, ppo.max_epochs, ppo.max_new_tokens, ppo.top_k, ppo.value_coef)
     assert found == (0.3, 0.1, 2, 9, 0, 0.5)
     assert run(PPORun, '--num_train_epochs=2').num_episodes == 2
+    assert run(run_class('orpo'), '--beta=0.2').weight == 0.2
     assert peek(['--output_dir', 'out']) == peek(['--save_path=out']) == {'save_path': 'out'}
 
 
@@ -71,6 +72,7 @@ FLAGS += ('eps_clip', 'value_clip', 'train_batch_size', 'experience_batch_size',
         ('deepspeed', ['naive', 'fsdp', 'colossalai_zero2'], '; here it is --colossalai_zero2, or fsdp'),
         ('load_in_4bit', FLAGS, '; here it is --quantize nf4'),
         ('lrr', FLAGS, '; did you mean --lr?'),
+        ('epsilon_high', ('eps_clip_high',), '; here it is --eps_clip_high, the distance from 1'),
         ('batch_size', FLAGS, '; did you mean --train_batch_size, --experience_batch_size?'),
         ('Save-Path', FLAGS, '; did you mean --save_path?'),
         ('x', FLAGS, ''),
@@ -92,6 +94,7 @@ def test_suggestions(name, known, suggestion):
             lambda: chatgpt.train('gpt2', samples=['a'], mini_batch_size=4),
             'not a setting of sft; here it is train_batc',
         ),
+        (lambda: chatgpt.train('gpt2', prompts=['a'], reward_fn=len, num_train_epochs=2), 'of ppo; here it is num_timesteps'),
         (lambda: PPOConfig(learning_rate=4), 'the learning rate is that of the optimizer that the trainer is given'),
         (lambda: SFTConfig(train_batch_sise=4), "SFTConfig has no setting 'train_batch_sise'; did you mean train_batc"),
         (lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1), 'here it is eps_clip'),
