@@ -126,7 +126,8 @@ def main() -> None:
         harness.write_json(harness.RESULTS / RECORDS, kept)
     if not kept:
         parser.error('there are no results; give a folder')
-    names = dict.fromkeys(record['task'] for record in kept.values())
+    order = list(dict.fromkeys(record['task'].split()[0] for record in kept.values()))
+    names = sorted(dict.fromkeys(r['task'] for r in kept.values()), key=lambda name: order.index(name.split()[0]))
     tasks = {name: [kept[key] for key in sorted(kept) if kept[key]['task'] == name] for name in names}
     tables = {'methods': methods(tasks)}
     for task, records in tasks.items():

@@ -94,7 +94,10 @@ def test_suggestions(name, known, suggestion):
             lambda: chatgpt.train('gpt2', samples=['a'], mini_batch_size=4),
             'not a setting of sft; here it is train_batc',
         ),
-        (lambda: chatgpt.train('gpt2', prompts=['a'], reward_fn=len, num_train_epochs=2), 'of ppo; here it is num_timesteps'),
+        (
+            lambda: chatgpt.train('gpt2', prompts=['a'], reward_fn=len, num_train_epochs=2),
+            'of ppo; here it is num_timesteps',
+        ),
         (lambda: PPOConfig(learning_rate=4), 'the learning rate is that of the optimizer that the trainer is given'),
         (lambda: SFTConfig(train_batch_sise=4), "SFTConfig has no setting 'train_batch_sise'; did you mean train_batc"),
         (lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1), 'here it is eps_clip'),

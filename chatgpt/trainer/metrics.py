@@ -116,6 +116,11 @@ class PhaseMetrics:
         return math.fsum(counted) / len(counted) if counted else math.nan
 
 
+def _median(values: Tensor) -> Tensor:
+    """Returns the median; of an even number the mean of the two in the middle, unlike `Tensor.median`."""
+    return values.quantile(0.5)
+
+
 def _spread(values: Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0
 
@@ -170,7 +175,7 @@ def rollout_metrics(
             'rollout/score_std': _spread(scores),
             'rollout/score_min': float(scores.min()),
             'rollout/score_max': float(scores.max()),
-            'rollout/score_mad': float((scores - scores.median()).abs().median()),
+            'rollout/score_mad': float(_median((scores - _median(scores)).abs())),
             'rollout/kl_mean': float(kl.mean()),
             'rollout/kl_k3_mean': float(k3.mean()),
             'rollout/kl_coef': kl_coef,

@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument('--digits', type=int, choices=(2, 3), default=2, help='with --files: digits of each number')
     names = [*METHODS, 'dpo', 'reward_model']
     parser.add_argument('--runs', nargs='+', choices=names, default=['ppo', 'grpo'], help='runs after SFT')
+    parser.add_argument('options', nargs='*', help='further options of PPO and GRPO, such as -- --max_grad_norm=inf')
     args = parser.parse_args()
     if args.files:
         args.files.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def main() -> None:
     for name in args.runs:
         if name in METHODS:
             method, own = METHODS[name]
-            words = ['--validation_file', held_out, *reward, *ONLINE, *own]
+            words = ['--validation_file', held_out, *reward, *ONLINE, *own, *args.options]
             models[name] = task.learn(name, method, task.path('prompts.jsonl'), *words, start=sft)
             continue
         asked = [json.loads(line) for line in Path(task.path('prompts.jsonl')).read_text().splitlines()]

@@ -46,6 +46,10 @@ def test_a_run_with_a_fault_and_a_good_one(tmp_path, monkeypatch, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     found = [(row['run'], row['finding'], row['step']) for row in rows]
     assert found == [(str(run), 'few-prompts', 3), (str(run), 'nothing-moves', 8)]
+    (tmp_path / 'sweep').mkdir()
+    assert call(monkeypatch, 'doctor', str(tmp_path / 'sweep'), str(run), '--json') == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2 and err.startswith(f'left out: {tmp_path / "sweep"} is not')
     assert call(monkeypatch, 'doctor', str(run)) == 1
     out = capsys.readouterr().out
     assert out.startswith(f'{run}: 2 findings in 10 phases\n')

@@ -25,7 +25,7 @@ from doctor_faults import (
 from chatgpt.monitor.doctor import CHECKS, Diagnosis, Finding, diagnose, recommended_lr
 from chatgpt.monitor.doctor.diagnosis import explanations
 from chatgpt.monitor.run_folder.reading import RunFolder
-from chatgpt.monitor.run_folder.record import RunRecord
+from chatgpt.monitor.run_folder.record import RunRecord, Start
 
 MODEL = {'actor': {'kind': 'gpt2', 'parameters': 260_000, 'trained': 260_000}}
 RATIOS: dict[str, Any] = {'ppo/ratio_max': 1.5, 'ppo/ratio_min': 0.6, 'ppo/first_ratio_error': 1e-6}
@@ -100,7 +100,7 @@ def named(prefix: str) -> Any:
 
 environment, evals, perf, ppo, rm, rollout, sft = map(named, 'environment eval perf ppo rm rollout sft'.split())
 STILL = {'rollout/kl_mean': 0.0, 'rollout/kl_k3_mean': 1e-5, 'ppo/ratio_max': 1.0001, 'ppo/ratio_min': 0.9999}
-NO_KL = dict.fromkeys(KL)
+NO_KL, NO_CRITIC = dict.fromkeys(KL), {'ppo/value_loss': None}
 SHARED = {'ppo/critic_lr': None, 'ppo/critic_grad_norm': None, 'ppo/critic_grad_norm_max': None}
 # Medians of five, so that a step at phase p shows at p + 2.
 CASES: dict[str, Case] = {
@@ -258,9 +258,12 @@ CASES: dict[str, Case] = {
         step=13,
     ),
     'groups-without-signal': Case(
-        rollout(equal_groups_share=0.8, score_mean=0.1),
-        rollout(equal_groups_share=0.8, score_mean=1.9),  # equal because all are right
+        rollout(equal_groups_share=0.8, score_mean=0.1) | NO_CRITIC,
+        rollout(equal_groups_share=0.8, score_mean=1.9) | NO_CRITIC,  # equal because all are right
         step=5,
+    ),
+    'groups-without-signal, but the baseline is a critic': Case(
+        rollout(equal_groups_share=0.8, score_mean=0.1) | NO_CRITIC, rollout(equal_groups_share=0.8, score_mean=0.1), 5
     ),
     'reward-outliers': Case(
         rollout(score_max=lambda i: 50.0 if i in (4, 9) else 2.0, score_std=lambda i: 9.0 if i in (4, 9) else 0.4),
@@ -294,6 +297,11 @@ CASES: dict[str, Case] = {
     ),
     'duplicate-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 200, 'cut': 0}}),
     'cut-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 500, 'cut': 90}}),
+    'schedule-ends-early, but a resume made the run longer': Case(
+        ppo(lr=lambda i: 3e-4 * max(1 - i / 10, 0)),
+        step=11,
+        about_without={'starts': [Start(at='', phase=0, command=[]), Start(at='', phase=24, command=[])]},
+    ),
     'schedule-ends-early': Case(
         ppo(lr=lambda i: 3e-4 * max(1 - i / 10, 0)),
         ppo(lr=lambda i: 3e-4 * (1 - i / 40)),
@@ -426,6 +434,34 @@ def test_advice_has_the_numbers_of_the_run():
     assert finding.change.startswith('critic_lr from 9e-06 to 5e-06')
     (finding,) = [f for f in found(24, HEALTHY | {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}) if 'kl' in f.key]
     assert 'multiply kl_coef by 4 (from 0.1 to 0.4)' in finding.change
+
+
+def test_advice_is_what_the_settings_allow():
+    def advice(key: str, **settings: Any) -> str:
+        case = CASES[key]
+        (finding,) = [f for f in found(case.phases, HEALTHY | case.planted, settings=settings) if f.key == key]
+        return finding.change
+
+    far = CASES['reward-outliers'].planted | rollout(score_mean=50.0, score_min=49.0)
+    (finding,) = [f for f in found(24, HEALTHY | far | rollout(score_max=lambda i: 99.0)) if f.key == 'reward-outliers']
+    assert finding.change == "score_scaling='norm', score_clip=5: scores are clipped around their mean, 50"
+    assert advice('reward-outliers').startswith('score_clip=2.2: five robust')
+    assert advice('reward-outliers', advantage_estimator='gdpo') == 'bound each of the rewards in its function'
+    assert advice('length-limit').endswith(
+        'missing_eos_score one standard deviation below the mean score, or overlong_filter=True'
+    )
+    assert 'overlong_filter=False and missing_eos_score' in advice('length-limit', overlong_filter=True)
+    assert 'missing_eos_score' not in advice('never-ends', advantage_estimator='gdpo')
+    assert 'eps_clip_high' in advice('entropy-collapses')
+    assert 'eps_clip' not in advice('entropy-collapses', policy_loss='reinforce')
+    assert 'kl_target' in advice('over-optimisation') and 'kl_target' not in advice('over-optimisation', kl_coef=0.0)
+
+
+def test_rounding_of_16_bits_is_no_disagreement():
+    scores = rollout(score_min=29.2, score_max=30.9, score_std=0.3, score_mean=30.0, rescore_error=0.125)
+    for precision, count in (('bf16', 0), ('fp32', 1)):
+        findings = found(1, HEALTHY | scores, strategy={'precision': precision, 'world_size': 1})
+        assert [f.key for f in findings].count('reward-model-disagrees') == count
 
 
 @pytest.mark.parametrize('noise', [1, 2, 3])

@@ -168,7 +168,8 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
     reward = ['--reward_fn', f'{tmp_path / "rewards.py"}:vowels', '--max_new_tokens=16']
     monkeypatch.setattr(additions.Task, 'pairs', lambda self, *first: pairs(self, *first[:3], *reward))
     names = ['ppo', 'grpo', 'ppo_lora', 'ppo_all', 'dpo', 'reward_model']
-    found = results_of(additions, out, monkeypatch, '--pretrain', start, '--runs', *names)
+    options = ['--', '--max_grad_norm=inf']
+    found = results_of(additions, out, monkeypatch, '--pretrain', start, '--runs', *names, *options)
     output = capfd.readouterr().out
     assert [row['run'] for row in found['rows']] == ['as it is', 'sft', *names]
     assert all(0 <= row['score'] <= 1 for row in found['rows'])
@@ -183,6 +184,8 @@ def test_the_whole_example_on_a_tiny_model(tmp_path, monkeypatch, capfd):
         chosen, rejected = (json.loads(line)[key][0]['content'] for key in ('chosen', 'rejected'))
         assert sum(c in 'aeiou' for c in chosen) > sum(c in 'aeiou' for c in rejected)
     assert set(found['curves']) == {'sft', *names} and len(found['curves']['ppo']['kl']) == 1
+    clipped = {name: 'max_grad_norm: .inf' not in (out / name / 'config.yaml').read_text() for name in names}
+    assert clipped == {name: name in ('dpo', 'reward_model') for name in names}
     assert (out / 'table.txt').read_text() in output and output.count('lr ') >= 3
 
 

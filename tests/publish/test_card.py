@@ -11,7 +11,7 @@ import torch
 from byte_runs import SIZES, byte_trainer
 
 from chatgpt.monitor.publish import ModelFacts, hub_name, write_card
-from chatgpt.monitor.publish.card import CARD, MARKER, without_paths
+from chatgpt.monitor.publish.card import CARD, MARKER, measured_on_eval, without_paths
 from chatgpt.monitor.run_folder import RunRecord, Start
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
@@ -173,9 +173,16 @@ def test_a_home_folder_is_not_the_name_of_a_model(tmp_path, monkeypatch):
 def test_paths_lose_their_folders():
     shown = {'/a/b/c.json': 'c.json', '/a b/c d/': 'c d', '~/x/y.py:score': 'y.py:score', r'C:\Users\me\m.bin': 'm.bin'}
     shown |= {'a/b/c': 'c', 'org/model': 'org/model', 'yes / no': 'yes / no', 's3://bucket/key': 'key'}
+    shown |= {'</answer>': '</answer>', '<x>': '<x>'}
     shown |= {'from /a/b/c to ~/d/e': 'from c to e', Path('/a/b'): 'b'}
     assert {value: without_paths(value) for value in shown} == shown
     assert without_paths({'x': ['/a/b', 3, None]}) == {'x': ['b', 3, None]}
+
+
+def test_the_value_before_training_is_that_of_step_0():
+    steps = [0, 5, 9]
+    found = {'eval/score_mean': (steps, [None, 1.0, 2.0]), 'eval/length_mean': (steps, [3.0, 1.0, 2.0])}
+    assert [row[:2] for row in measured_on_eval(found)] == [('eval/score_mean', None), ('eval/length_mean', 3.0)]
 
 
 def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):

@@ -247,6 +247,11 @@ def test_the_head_has_the_explained_variance_of_the_first_actor_step(tmp_path):
     assert 'explained variance 0.3' in texts(part('head', [run(folder)], 'it'))
 
 
+def test_the_overview_has_the_first_and_last_evaluation(tmp_path):
+    write_lines(tmp_path / 'metrics.jsonl', [{'step': i, 'sft/val_loss': 100.0 - i} for i in range(1, 41)])
+    assert tiles_of(run(tmp_path)) == [('Eval loss', '60', '99')]
+
+
 @pytest.mark.parametrize('method', ['orpo', 'rm'])
 def test_the_overview_has_loss_and_accuracy_of_any_method(tmp_path, method):
     rows = [{'step': i, f'{method}/loss': 1.0 / i, f'{method}/val_accuracy': 0.5 + i / 10} for i in (1, 2)]

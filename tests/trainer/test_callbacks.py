@@ -15,6 +15,7 @@ from fake_trainer import FakeTrainer, experience
 from ppo_on_ids import make, prompts
 
 from chatgpt.trainer import callbacks as cb
+from chatgpt.trainer.callbacks.base import metric_value
 from chatgpt.trainer.callbacks.jsonl import json_safe
 from chatgpt.trainer.callbacks.trackers import Tracker
 
@@ -188,6 +189,41 @@ def test_a_resumed_run_keeps_its_best_and_does_not_evaluate_before():
     assert evaluator.last == {}
     trainer.run_phase({})
     assert evaluator.best == 0.9 and evaluator.last == {'eval/win': 0.3, 'eval/win_best': 0.9}
+
+
+def test_two_evaluations_in_one_file_keep_that_before_training(tmp_path):
+    (tmp_path / 'eval.jsonl').write_text('{"step": 0, "eval/old": 1}\n')
+    statuses = []
+
+    def evaluate(name: str) -> dict[str, float]:
+        statuses.append(json.loads((tmp_path / 'run.json').read_text())['status'])
+        return {name: 1.0}
+
+    pair = [cb.Evaluator(lambda trainer, name=name: evaluate(name), interval=5) for name in ('x', 'y')]
+    make(callbacks=pair, run_dir=tmp_path, max_epochs=1).fit(prompts(), 1, 2, 1)
+    assert statuses == ['running'] * 4 and json.loads((tmp_path / 'run.json').read_text())['status'] == 'ended'
+    rows = [(row['step'], *(name for name in row if name != 'step')) for row in cb.read_jsonl(tmp_path / 'eval.jsonl')]
+    assert rows == [(0, 'eval/x'), (0, 'eval/y'), (2, 'eval/x'), (2, 'eval/y')]
+    assert 'eval/old' in (tmp_path / 'eval.previous.jsonl').read_text()
+
+
+def test_a_finished_run_is_not_evaluated_again(tmp_path):
+    def trainer() -> FakeTrainer:
+        return FakeTrainer([cb.Evaluator(lambda t: {'win': 1.0}, interval=5)], tmp_path, num_phases=3)
+
+    first = trainer()
+    first.fit([{}] * 3)
+    again = trainer()
+    again.phase = 3
+    again.callbacks.load_state_dict({'Evaluator.0': {'best': None, 'best_step': None, 'last_step': 0}})  # phase 3's
+    again.callbacks.on_fit_start(again)
+    again.callbacks.on_fit_end(again)
+    assert [row['step'] for row in cb.read_jsonl(tmp_path / 'eval.jsonl')] == [0, 3]
+
+
+def test_a_misspelt_metric_of_evaluation_is_a_warning():
+    with pytest.warns(UserWarning, match="no evaluation of this phase measured 'eval/wni'; did you mean eval/win"):
+        assert metric_value({'eval/win': 1.0}, 'eval/wni') is None
 
 
 def test_an_evaluation_without_the_tracked_metric_or_numbers_is_refused():

@@ -98,6 +98,11 @@ def test_tensorboard_holds_every_metric_and_a_resume_hides_what_it_undid(tmp_pat
     assert [(e.step, e.value) for e in events.Scalars('ppo/x')] == [(1, 1.0), (2, 20.0)]
     (text,) = events.Tensors('samples/text_summary')
     assert b'a b' in text.tensor_proto.string_val[0]
+    FakeTrainer([cb.TensorBoard()], tmp_path).fit([{'ppo/x': 5.0}])  # another run in this folder
+    for name, values in (('tensorboard', [5.0]), ('tensorboard.previous', [1.0, 20.0])):
+        events = EventAccumulator(str(tmp_path / name))
+        events.Reload()
+        assert [e.value for e in events.Scalars('ppo/x')] == values
     with pytest.raises(ValueError, match='nowhere to write: give it log_dir'):
         FakeTrainer([cb.TensorBoard()]).fit([])
 

@@ -76,6 +76,8 @@ def test_only_a_run_with_a_critic_has_the_bias_of_values():
 def test_the_median_deviation_of_scores():
     records = [experience(i, [3], [4, 5], score) for i, score in enumerate([1.0, 2.0, 4.0, 100.0, 3.0])]
     assert rollout_metrics(records, 0.1)['rollout/score_mad'] == 1.0  # around 3: 2, 1, 1, 97, 0
+    halves = [experience(i, [3], [4, 5], score) for i, score in enumerate([0.0, 0.0, 1.0, 1.0])]
+    assert rollout_metrics(halves, 0.1)['rollout/score_mad'] == 0.5  # around 0.5
 
 
 def test_groups_with_equal_scores():

@@ -39,7 +39,16 @@ def main() -> int:
         return 0
     if not args.runs:
         flags.error('the following arguments are required: RUN')
-    runs = [RunFolder(path) for path in args.runs]
+    runs = []
+    for path in args.runs:
+        try:
+            runs.append(RunFolder(path))
+        except ValueError as no_run:
+            if len(args.runs) == 1:
+                raise
+            print(f'left out: {no_run}', file=sys.stderr)
+    if not runs:
+        raise ValueError('none of the folders is that of a run')
     has_problems = False
     for run in runs:
         findings = worst_first(diagnose(run))

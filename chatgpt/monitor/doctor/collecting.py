@@ -50,8 +50,9 @@ def cut_prompts(h: History) -> Seen | None:
         + (f', max_prompt_tokens={limit},' if limit else '')
         + ' and lost their beginning',
         'a limit shorter than the data; the beginning, often the instruction, goes first',
-        f'max_prompt_tokens to {2 * limit if limit else "twice as many"}, or leave out what is longer '
-        "(overflow='refuse', skip_bad_records=True)",
+        f'max_prompt_tokens to {2 * limit if limit else "twice as many"}, or leave out what is longer: '
+        "load_prompts(overflow='refuse', skip_bad_records=True), of the command skip_bad_records without "
+        'max_prompt_tokens',
     )
 
 
@@ -112,15 +113,28 @@ def reward_outliers(h: History) -> Seen | None:
     offending = [s for s in sizes if s > LIMITS['outlier_size']]
     if len(offending) < 2:
         return None
-    std, mad = h.values(STD)[-1], max(h.values('rollout/score_mad')[-1], usual)
+    mean, std = h.values(MEAN)[-1], h.values(STD)[-1]
+    mad = max(h.values('rollout/score_mad')[-1], usual)
+    robust = 1.4826 * mad
+    if not _forms_a_sum(h):
+        change = 'bound each of the rewards in its function'
+    elif abs(mean) <= robust:
+        change = f'score_clip={5 * robust:.2g}: five robust standard deviations (the ordinary one is {std:.2g})'
+    else:
+        change = f"score_scaling='norm', score_clip=5: scores are clipped around their mean, {mean:.3g}"
     return Seen(
         f'in {len(offending)} of {len(sizes)} phases a score was up to {max(offending):.0f} robust standard '
         f'deviations from the mean; now they lie in [{h.values("rollout/score_min")[-1]:.3g}, '
         f'{h.values("rollout/score_max")[-1]:.3g}] with a median deviation of {mad:.2g}',
         'a few responses with extreme scores, which set the size of all advantages',
-        f'score_clip={5 * 1.4826 * mad:.2g} cuts at five robust standard deviations (the ordinary one is '
-        f"{std:.2g}); with score_scaling='running', score_clip=5",
+        change,
     )
+
+
+def _forms_a_sum(h: History) -> bool:
+    """Returns False if the estimator takes each of several rewards alone: the settings that change the score then do
+    nothing, and are refused."""
+    return bool(h.setting('advantage_estimator') != 'gdpo')
 
 
 @check('reward-model-disagrees', 'error', 'the reward model disagrees with itself')
@@ -130,7 +144,9 @@ def reward_model_disagrees(h: History) -> Seen | None:
         return None
     std = h.values(STD)[-1]
     share = LIMITS['rescore' if h.computes_in_fp32 else 'rescore_half']
-    rounding = 1e-5 * max(abs(h.values('rollout/score_min')[-1]), abs(h.values('rollout/score_max')[-1]))
+    rounding = (1e-5 if h.computes_in_fp32 else 1e-2) * max(
+        abs(h.values('rollout/score_min')[-1]), abs(h.values('rollout/score_max')[-1])
+    )
     if error <= max(share * std, rounding):
         return None
     return Seen(
@@ -144,6 +160,8 @@ def reward_model_disagrees(h: History) -> Seen | None:
 
 @check('groups-without-signal', 'warning', 'most groups teach nothing', unless=('scores-equal',))
 def groups_without_signal(h: History) -> Seen | None:
+    if h.has_critic or h.setting('advantage_estimator') == 'reinforce++':
+        return None  # advantages are not relative to the group
     informative = 'rollout/informative_share'
     name = 'rollout/equal_groups_share'
     equal = [1.0 - v for v in h.last(informative, NOW)] if h.count(informative) else h.last(name, NOW)
@@ -245,7 +263,7 @@ def never_ends(h: History) -> Seen | None:
         if once
         else 'a model that never saw the end token in a loss (padding and end token are one id, or data without '
         'ends), or a limit too short to reach it',
-        'missing_eos_score one standard deviation below the mean score'
+        _worth_an_end(h)
         if once
         else 'check that demonstrations end with the end token, that it counts in the loss and is not the padding '
         'token; then eos_token_id of generation',
@@ -256,6 +274,14 @@ def never_ends(h: History) -> Seen | None:
 def _end_matters(h: History) -> bool:
     """Returns True if the settings penalise responses that do not end."""
     return h.setting('missing_eos_score') is not None or bool(h.setting('overlong_filter', False))
+
+
+def _worth_an_end(h: History) -> str:
+    """Returns the settings that make a response with an end better than one without."""
+    if not _forms_a_sum(h):
+        return 'a reward of its own for an end'
+    text = 'missing_eos_score one standard deviation below the mean score'
+    return f'overlong_filter=False and {text}' if h.setting('overlong_filter', False) else text
 
 
 @check('length-limit', 'warning', 'responses hit the limit of tokens', unless=('never-ends',))
@@ -278,8 +304,9 @@ def length_limit(h: History) -> Seen | None:
     return Seen(
         f'{cut:.0%} of responses are cut at {where} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
         'responses have grown into the limit' if drifted else 'the limit is shorter than what the model wants to say',
-        f'max_new_tokens to {2 * limit if limit else "twice as many"}, or make an end worth it: missing_eos_score '
-        'one standard deviation below the mean score, or overlong_filter=True',
+        f'max_new_tokens to {2 * limit if limit else "twice as many"}, or make an end worth it: '
+        + _worth_an_end(h)
+        + ('' if h.setting('overlong_filter', False) else ', or overlong_filter=True'),
     )
 
 
@@ -293,7 +320,7 @@ def length_drifts(h: History) -> Seen | None:
     start, now, factor = median(lengths[:START]), median(lengths[-NOW:]), LIMITS['length_factor']
     if start / factor <= now <= start * factor or abs(now - start) < 2.0:
         return None
-    longer = now > start
+    longer, sums = now > start, _forms_a_sum(h)
     return Seen(
         f'{start:.3g} -> {now:.3g} tokens since the start, score {h.start("rollout/score_mean"):.3g} -> '
         f'{h.now("rollout/score_mean"):.3g}',
@@ -301,10 +328,15 @@ def length_drifts(h: History) -> Seen | None:
         + (', or the loss weighs long ones less for each token' if longer else ''),
         'look at the reward of a good response and of the same '
         + (
-            'with a needless end: they should not differ; token_penalty=0.001 of the usual score per token, or '
-            'overlong_buffer'
+            'with a needless end: they should not differ; '
+            + (
+                'token_penalty=0.001 of the usual score per token, or overlong_buffer'
+                if sums
+                else 'a reward of brevity'
+            )
             if longer
-            else 'cut in half: the half should score less; min_new_tokens, or missing_eos_score for cut ones'
+            else 'cut in half: the half should score less; min_new_tokens'
+            + (', or missing_eos_score for cut ones' if sums else '')
         ),
         title=f'{"turns" if h.has_episodes else "responses"} become {"longer" if longer else "shorter"}',
     )

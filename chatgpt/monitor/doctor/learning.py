@@ -279,12 +279,13 @@ def entropy_collapses(h: History) -> Seen | None:
     if gain > LIMITS['entropy_gain'] * spread:
         return None  # the policy has become certain of better responses
     rate, bonus = h.highest('ppo/lr', 0.0), h.setting('entropy_coef', 0.0)
+    of_tokens = h.setting('policy_loss', 'ppo') == 'ppo'
     return Seen(
         f'{start:.3g} -> {now:.2g} nats per token since the start, while the score gained {gain:+.2g} '
         f'(its standard deviation was {spread:.2g})',
         'the policy has become sure of one response before it found a better one',
-        f'lr from {rate:.1g} to {rate / 3:.1g}, entropy_coef from {bonus:g} to {max(10 * bonus, 0.01):g}, or '
-        'eps_clip_high=0.28, which lets unlikely tokens grow',
+        f'lr from {rate:.1g} to {rate / 3:.1g}, or entropy_coef from {bonus:g} to {max(10 * bonus, 0.01):g}'
+        + (', or eps_clip_high=0.28, which lets unlikely tokens grow' if of_tokens else ''),
     )
 
 
@@ -321,7 +322,9 @@ def critic_worse_than_constant(h: History) -> Seen | None:
         'a learning rate too high for a critic of this size'
         if high
         else 'a critic that learns the responses of each phase by heart, or starts far off and learns too slowly',
-        f'{slower}, or half as many critic_epochs; or a start that is learned: critic_from, or critic_warmup_phases=5',
+        slower
+        + ('' if h.shares_trunk else ', or half as many critic_epochs')
+        + '; or a start that is learned: critic_from, or critic_warmup_phases=5',
     )
 
 
@@ -358,7 +361,8 @@ def critic_warmup_short(h: History) -> Seen | None:
     return Seen(
         f'explained variance {first:.2f} at the first actor step (phase {step}), {now:.2f} over the last {NOW} phases',
         'the critic still learns where the actor already steps along its errors',
-        f'critic_warmup_phases from {warmup} to {max(reached, 2 * warmup)}, or twice as many critic_epochs',
+        f'critic_warmup_phases from {warmup} to {max(reached, 2 * warmup)}'
+        + ('' if h.shares_trunk else ', or twice as many critic_epochs'),
     )
 
 
@@ -427,6 +431,9 @@ def schedule_ends_early(h: History) -> Seen | None:
     rates = h.values(name)
     if phases is None or len(rates) < 3 or max(rates) <= 0.0:
         return None
+    starts = h.record.starts if h.record is not None else []
+    if starts and h.step <= starts[-1].phase:
+        return None  # a resume has made the run longer since
     left = phases - h.step
     if left < max(LIMITS['schedule_left'] * phases, 2) or max(rates[-2:]) > LIMITS['schedule_lr'] * max(rates):
         return None
@@ -486,11 +493,12 @@ def _of_metric(h: History, name: str) -> Seen | None:
     if then is None or now is None or now - then <= LIMITS['eval_score_gain'] * (spread or 0.0):
         return None
     kl_then, coef = h.around('rollout/kl_mean', at), h.setting('kl_coef', 0.0)
+    target = f'kl_target={max(kl_then or 0.0, 1.0):.2g} or ' if coef else ''  # it adapts a coefficient above 0
     kl = '' if kl_then is None else f', KL {kl_then:.3g} -> {h.now("rollout/kl_mean"):.3g} nats'
     return Seen(
         f'{name} {series[top][1]:.3g} at phase {at} -> {series[-1][1]:.3g}, score {then:.3g} -> {now:.3g}{kl}',
         'the policy has gone where the reward no longer measures what is wanted',
-        f'take the checkpoint of phase {at}; to go further, kl_target={max(kl_then or 0.0, 1.0):.2g} or kl_coef '
+        f'take the checkpoint of phase {at}; to go further, {target}kl_coef '
         f'from {coef:g} to {max(3 * coef, 0.05):g}, and a reward model with pairs of responses of the new policy',
     )
 
@@ -552,8 +560,9 @@ def time_elsewhere(h: History) -> Seen | None:
         return Seen(
             f'{other:.3g} of {whole:.3g} s of a phase lie outside of collecting, scoring and learning',
             'evaluation, checkpoints, trackers or a callback of your own after each phase, or a slow disk',
-            'evaluate and save less often (--eval_interval, --checkpoint_interval, --checkpoint_minutes; in Python the '
-            'intervals of Evaluator and SaveCheckpoint) until this is a tenth; in a callback of your own, time it',
+            f'evaluate and save less often ({"--eval_interval, " if h.is_online else ""}--checkpoint_interval, '
+            '--checkpoint_minutes; in Python the intervals of Evaluator and SaveCheckpoint) until this is a tenth; in '
+            'a callback of your own, time it',
         )
     score = h.now('perf/score_s') if h.count('perf/score_s') else 0.0
     reward = h.record.reward if h.record is not None else None

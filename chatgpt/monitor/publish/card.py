@@ -218,7 +218,7 @@ def measured_on_eval(found: Mapping[str, Column]) -> Measured:
         falls = re.search('loss|perplexity', name)
         rises = re.search('score_mean$|success_share$|accuracy|margin|reward|/metrics/', name)
         best = (min if falls else max)(values) if len(values) > 2 and (falls or rises) else None
-        rows.append((name, values[0] if steps[0] == 0 and len(values) > 1 else None, values[-1], best))
+        rows.append((name, column[0] if steps[0] == 0 and len(values) > 1 else None, values[-1], best))
     return rows
 
 
@@ -256,8 +256,8 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [without_paths(v) for v in value]
     text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or hub_name(text):
-        return text
+    if not isinstance(text, str) or hub_name(text) or re.fullmatch(r'<[^<>\s]*>', text):
+        return text  # such as the end of an XML element, a stop string
     begins = re.match(r'(~|\.\.?)?[/\\]\S|[A-Za-z]:[/\\]', text)
     if begins or (re.search(r'[/\\]', text) and not re.search(r'\s', text)):
         return re.split(r'[/\\]', text.rstrip('/\\'))[-1] or text

@@ -110,7 +110,7 @@ def tiles_of(run: Run) -> list[tuple[str, str, str | None]]:
         values = [value for value in run.columns.get(name, ((), ()))[1] if value is not None]
         if not values or label in shown or len(shown) == 8:
             continue
-        share = 1 if name.startswith('eval/') else max(1, len(values) // 10)
+        share = 1 if name.startswith('eval/') or '/val_' in name else max(1, len(values) // 10)
         formatted = nats if name == KL else number
         first = formatted(average(values[:share])) if len(values) > 1 else None
         shown[label] = label, formatted(average(values[-share:])), first

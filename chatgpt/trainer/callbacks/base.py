@@ -315,6 +315,9 @@ def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
     family = name.partition('/')[0] + '/'
     of_this_run = name in meanings() and any(other.startswith(family) for other in metrics)
     if of_this_run or family == 'eval/' or '/val_' in name:
+        others = [other for other in metrics if other.startswith(family) and other not in meanings()]
+        if not of_this_run and (similar := hint(name, others)):
+            warnings.warn(f'no evaluation of this phase measured {name!r}{similar}', stacklevel=2)
         return None
     there = hint(name, metrics) or f'; there are {", ".join(sorted(metrics)[:8])}'
     raise ValueError(f'there is no metric {name!r} in this run{there}; see docs/metrics.md')

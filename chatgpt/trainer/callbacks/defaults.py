@@ -13,7 +13,7 @@ from chatgpt.trainer.callbacks.doctor import Doctor
 from chatgpt.trainer.callbacks.jsonl import MetricsWriter
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.callbacks.report import WriteReport
-from chatgpt.trainer.callbacks.run_record import RunRecorder
+from chatgpt.trainer.callbacks.run_record import RunEnd, RunRecorder
 
 
 def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Callback]:
@@ -22,7 +22,7 @@ def with_defaults(given: SequenceOf[Callback], run_dir: Path | None) -> list[Cal
     kept."""
     wanted: list[type[Callback]] = [ProgressBar, Doctor]
     if run_dir is not None:
-        wanted += [MetricsWriter, RunRecorder, WriteReport, SaveCheckpoint]
+        wanted += [MetricsWriter, RunRecorder, RunEnd, WriteReport, SaveCheckpoint]
     special: dict[type[Callback], Callable[[], Callback]] = {
         SaveCheckpoint: lambda: SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2)
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from chatgpt.trainer.callbacks.base import Mode, TrainerView, check_interval, check_mode, say
-from chatgpt.trainer.callbacks.jsonl import RunFileWriter
+from chatgpt.trainer.callbacks.jsonl import RunFileWriter, read_jsonl
 
 
 class Evaluator(RunFileWriter):
@@ -62,6 +62,8 @@ class Evaluator(RunFileWriter):
         super().on_fit_start(trainer)
         if self.before and trainer.phase == 0:
             self._report(trainer, 0, self._run(trainer, 0))
+        if trainer.phase and self.after and self.last_step != trainer.phase and self._is_written(trainer):
+            self.last_step = trainer.phase
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if step % self.interval == 0:
@@ -71,6 +73,16 @@ class Evaluator(RunFileWriter):
     def on_fit_end(self, trainer: TrainerView) -> None:
         if self.after and self.last_step != trainer.phase:
             self._report(trainer, trainer.phase, self._run(trainer, trainer.phase))
+
+    def _is_written(self, trainer: TrainerView) -> bool:
+        """Returns True if the file has an evaluation after the present phase: that after the end of a run, which its
+        last checkpoint may precede."""
+        path = trainer.run_dir / self._file.filename if trainer.run_dir is not None else None
+        found = False
+        if path is not None and trainer.strategy.is_rank_0 and path.is_file():
+            rows = read_jsonl(path)
+            found = bool(rows) and rows[-1]['step'] == trainer.phase
+        return found if trainer.strategy.processes.world_size == 1 else trainer.strategy.broadcast_object(found)
 
     def _run(self, trainer: TrainerView, step: int) -> dict[str, float]:
         given = self.evaluate(trainer)

@@ -12,6 +12,7 @@ from typing import Any
 
 from chatgpt.monitor.run_folder.lines import JsonLines, json_safe, read_jsonl
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
+from chatgpt.trainer.callbacks.run_record import OTHER_FILES
 
 __all__ = ['JsonLines', 'MetricsWriter', 'RunFile', 'RunFileWriter', 'json_safe', 'read_jsonl']
 
@@ -28,7 +29,10 @@ class RunFile:
         self.file = None
         if trainer.run_dir is not None and trainer.strategy.is_rank_0:
             file = JsonLines(trainer.run_dir / self.filename)
-            file.begin(step)
+            if step or self.filename not in OTHER_FILES:
+                file.begin(step)
+            else:  # another callback may have begun it
+                file.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = file
 
     def write(self, trainer: TrainerView, step: int, records: Iterable[Mapping[str, Any]]) -> None:

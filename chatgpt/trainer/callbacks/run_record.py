@@ -27,7 +27,8 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
 OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
-"""files of a run folder beside run.json and metrics.jsonl, which every run has"""
+"""files of a run folder beside run.json and metrics.jsonl, which every run has; `RunRecorder` renames those of an
+earlier run, for several callbacks may write one"""
 PLANNED_AFTER_S = 10.0
 """delay of the plan, which takes a quarter of a second: too much for a run of a few seconds"""
 
@@ -56,10 +57,6 @@ class RunRecorder(Callback):
 
     def on_fit_start(self, trainer: TrainerView) -> None:
         if trainer.phase == 0 and trainer.run_dir is not None and trainer.strategy.is_rank_0:
-            # files of an earlier run are renamed, even those that the new run does not write
-            for name in OTHER_FILES:
-                if (trainer.run_dir / name).is_file():
-                    os.replace(trainer.run_dir / name, previous_of(trainer.run_dir / name))
             rollouts.begin(trainer.run_dir / rollouts.FOLDER, 0)
         self._begin(trainer, trainer.phase)
 
@@ -71,7 +68,8 @@ class RunRecorder(Callback):
             self.record.plan = self.planned()
             self._write(trainer)
 
-    def on_fit_end(self, trainer: TrainerView) -> None:
+    def end(self, trainer: TrainerView) -> None:
+        """Records that `fit` has ended."""
         whole = trainer.num_phases is None or trainer.phase >= trainer.num_phases
         self._end(trainer, 'ended' if whole else 'stopped')
 
@@ -86,6 +84,11 @@ class RunRecorder(Callback):
         self.record = None
         if trainer.run_dir is None or not trainer.strategy.is_rank_0:
             return
+        if phase == 0:
+            # files of an earlier run are renamed, even those that the new run does not write
+            for name in OTHER_FILES:
+                if (trainer.run_dir / name).is_file():
+                    os.replace(trainer.run_dir / name, previous_of(trainer.run_dir / name))
         record = describe(trainer, self.settings, self.defaults)
         start = this_start(phase)
         record.phase, record.starts = phase, [*_earlier_starts(trainer.run_dir, phase), start]
@@ -107,6 +110,17 @@ class RunRecorder(Callback):
             warnings.warn(
                 f'{trainer.run_dir / FILENAME} could not be written ({error.strerror or error})', stacklevel=2
             )
+
+
+class RunEnd(Callback):
+    """Records the end of a run after the last evaluation and the last checkpoint."""
+
+    order: ClassVar[int] = 500
+
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, RunRecorder):
+                callback.end(trainer)
 
 
 def describe(

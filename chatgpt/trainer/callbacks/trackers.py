@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 import uuid
 from abc import abstractmethod
@@ -114,7 +115,8 @@ class TensorBoard(Tracker):
     """Metrics as scalars, and samples as text. The other arguments are `Tracker`'s.
 
     Args:
-        log_dir: folder of the event files; None means `run_dir/tensorboard`.
+        log_dir: folder of the event files; None means `run_dir/tensorboard`, where those of an earlier run become
+            `tensorboard.previous`.
     """
 
     module = 'tensorboard'
@@ -132,7 +134,11 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._end(failed=False)
-        folder = self.log_dir or Path(str(trainer.run_dir), 'tensorboard')
+        folder = Path(self.log_dir or Path(str(trainer.run_dir), 'tensorboard'))
+        if self.log_dir is None and not trainer.phase and folder.is_dir():
+            earlier = folder.with_name('tensorboard.previous')  # of another run in this folder
+            shutil.rmtree(earlier, ignore_errors=True)
+            os.replace(folder, earlier)
         # purge_step hides what an interrupted run wrote after the checkpoint of this resume
         return SummaryWriter(str(folder), purge_step=trainer.phase + 1 if trainer.phase else None), None
 
