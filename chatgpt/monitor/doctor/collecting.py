@@ -51,7 +51,7 @@ def cut_prompts(h: History) -> Seen | None:
         + ' and lost their beginning',
         'a limit shorter than the data; the beginning, often the instruction, goes first',
         f'max_prompt_tokens to {2 * limit if limit else "twice as many"}, or leave out what is longer: '
-        "load_prompts(overflow='refuse', skip_bad_records=True), of the command skip_bad_records without "
+        "load_prompts(overflow='refuse', skip_bad_records=True), or with a command skip_bad_records without "
         'max_prompt_tokens',
     )
 

@@ -29,7 +29,7 @@ class RunFile:
         self.file = None
         if trainer.run_dir is not None and trainer.strategy.is_rank_0:
             file = JsonLines(trainer.run_dir / self.filename)
-            if step or self.filename not in OTHER_FILES:
+            if step > 0 or self.filename not in OTHER_FILES:
                 file.begin(step)
             else:  # another callback may have begun it
                 file.path.parent.mkdir(parents=True, exist_ok=True)
