@@ -64,8 +64,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'cliprange_value': (Ours('value_clip'),),
     'vf_coef': (Ours('value_coef'),),
     'beta': (Ours('weight'), Ours('kl_coef', 'of the penalty')),
-    'simpo_gamma': (Ours('gamma', 'the margin'),),
-    'scale_rewards': (Ours('advantage_estimator', 'which divides by no standard deviation', 'dr_grpo'),),
+    'scale_rewards': (Ours('advantage_estimator', "for scale_rewards=False; 'grpo' divides", 'dr_grpo'),),
     'num_episodes': (_TIMESTEPS,),
     'total_episodes': (Ours('num_episodes', 'passes over the prompts'), _TIMESTEPS),
     'num_iterations': (Ours('max_epochs', 'of a learning phase'),),
@@ -124,7 +123,7 @@ def hint(name: str, known: Collection[str], prefix: str = '') -> str:
         return f'; {remark}'
     if remark := next((there.remark for there in THEIRS.get(plain, ()) if not there.name), ''):
         return f'; {remark}'
-    theirs = [other for other in THEIRS if other not in known and _here(other, known, prefix)]
+    theirs = [t for t in THEIRS if t not in known and _here(t, known, prefix)] if plain not in THEIRS else []
     close = near(name, [*known, *theirs])
     if not close:
         return ''

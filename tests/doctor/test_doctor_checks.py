@@ -444,12 +444,13 @@ def test_advice_is_what_the_settings_allow():
 
     far = CASES['reward-outliers'].planted | rollout(score_mean=50.0, score_min=49.0)
     (finding,) = [f for f in found(24, HEALTHY | far | rollout(score_max=lambda i: 99.0)) if f.key == 'reward-outliers']
-    assert finding.change == "score_scaling='norm', score_clip=5: scores are clipped around their mean, 50"
+    assert finding.change.startswith("score_scaling='norm', score_clip=0.25: five robust standard deviations, in units")
     assert advice('reward-outliers').startswith('score_clip=2.2: five robust')
     assert advice('reward-outliers', advantage_estimator='gdpo') == 'bound each of the rewards in its function'
     assert advice('length-limit').endswith(
         'missing_eos_score one standard deviation below the mean score, or overlong_filter=True'
     )
+    assert 'overlong_filter=True' not in advice('length-limit', missing_eos_score=-1.0)
     assert 'overlong_filter=False and missing_eos_score' in advice('length-limit', overlong_filter=True)
     assert 'missing_eos_score' not in advice('never-ends', advantage_estimator='gdpo')
     assert 'eps_clip_high' in advice('entropy-collapses')

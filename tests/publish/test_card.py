@@ -173,7 +173,7 @@ def test_a_home_folder_is_not_the_name_of_a_model(tmp_path, monkeypatch):
 def test_paths_lose_their_folders():
     shown = {'/a/b/c.json': 'c.json', '/a b/c d/': 'c d', '~/x/y.py:score': 'y.py:score', r'C:\Users\me\m.bin': 'm.bin'}
     shown |= {'a/b/c': 'c', 'org/model': 'org/model', 'yes / no': 'yes / no', 's3://bucket/key': 'key'}
-    shown |= {'</answer>': '</answer>', '<x>': '<x>'}
+    shown |= {'</answer>': '</answer>', '<x></y>': '<x></y>', '</home/me/run>': 'run>'}
     shown |= {'from /a/b/c to ~/d/e': 'from c to e', Path('/a/b'): 'b'}
     assert {value: without_paths(value) for value in shown} == shown
     assert without_paths({'x': ['/a/b', 3, None]}) == {'x': ['b', 3, None]}

@@ -215,14 +215,24 @@ def test_a_finished_run_is_not_evaluated_again(tmp_path):
     first.fit([{}] * 3)
     again = trainer()
     again.phase = 3
-    again.callbacks.load_state_dict({'Evaluator.0': {'best': None, 'best_step': None, 'last_step': 0}})  # phase 3's
+    again.callbacks.load_state_dict(
+        {'Evaluator.0': {'best': None, 'best_step': None, 'last_step': 0, 'names': ['eval/win']}}
+    )
     again.callbacks.on_fit_start(again)
     again.callbacks.on_fit_end(again)
     assert [row['step'] for row in cb.read_jsonl(tmp_path / 'eval.jsonl')] == [0, 3]
+    (evaluator,) = again.callbacks
+    assert evaluator.last == {'eval/win': 1.0}
+    evaluator.load_state_dict({'best': None, 'best_step': None, 'last_step': 0, 'names': ['eval/other']})
+    again.callbacks.on_fit_start(again)
+    again.callbacks.on_fit_end(again)  # the other's results are not there
+    assert [row['step'] for row in cb.read_jsonl(tmp_path / 'eval.jsonl')] == [0, 3, 3]
 
 
 def test_a_misspelt_metric_of_evaluation_is_a_warning():
-    with pytest.warns(UserWarning, match="no evaluation of this phase measured 'eval/wni'; did you mean eval/win"):
+    with pytest.warns(
+        UserWarning, match="no evaluation of this phase measured 'eval/wni'; if it is misspelt, did you mean eval/win"
+    ):
         assert metric_value({'eval/win': 1.0}, 'eval/wni') is None
 
 

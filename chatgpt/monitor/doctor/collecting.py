@@ -115,13 +115,14 @@ def reward_outliers(h: History) -> Seen | None:
         return None
     mean, std = h.values(MEAN)[-1], h.values(STD)[-1]
     mad = max(h.values('rollout/score_mad')[-1], usual)
-    robust = 1.4826 * mad
+    robust, scaling = 1.4826 * mad, h.setting('score_scaling', 'none')
     if not _forms_a_sum(h):
         change = 'bound each of the rewards in its function'
-    elif abs(mean) <= robust:
+    elif scaling == 'none' and abs(mean) <= robust:
         change = f'score_clip={5 * robust:.2g}: five robust standard deviations (the ordinary one is {std:.2g})'
     else:
-        change = f"score_scaling='norm', score_clip=5: scores are clipped around their mean, {mean:.3g}"
+        change = '' if scaling == 'norm' else "score_scaling='norm', "  # clips around the mean
+        change += f'score_clip={5 * robust / std:.2g}: five robust standard deviations, in units of the ordinary one'
     return Seen(
         f'in {len(offending)} of {len(sizes)} phases a score was up to {max(offending):.0f} robust standard '
         f'deviations from the mean; now they lie in [{h.values("rollout/score_min")[-1]:.3g}, '
@@ -306,7 +307,7 @@ def length_limit(h: History) -> Seen | None:
         'responses have grown into the limit' if drifted else 'the limit is shorter than what the model wants to say',
         f'max_new_tokens to {2 * limit if limit else "twice as many"}, or make an end worth it: '
         + _worth_an_end(h)
-        + ('' if h.setting('overlong_filter', False) else ', or overlong_filter=True'),
+        + ('' if _end_matters(h) else ', or overlong_filter=True'),
     )
 
 
@@ -336,7 +337,7 @@ def length_drifts(h: History) -> Seen | None:
             )
             if longer
             else 'cut in half: the half should score less; min_new_tokens'
-            + (', or missing_eos_score for cut ones' if sums else '')
+            + (f', or for cut ones {_worth_an_end(h)}' if sums else '')
         ),
         title=f'{"turns" if h.has_episodes else "responses"} become {"longer" if longer else "shorter"}',
     )

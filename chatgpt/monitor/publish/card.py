@@ -256,8 +256,8 @@ def without_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [without_paths(v) for v in value]
     text = str(value) if isinstance(value, Path) else value
-    if not isinstance(text, str) or hub_name(text) or re.fullmatch(r'<[^<>\s]*>', text):
-        return text  # such as the end of an XML element, a stop string
+    if not isinstance(text, str) or hub_name(text) or re.fullmatch(r'(</?[\w|:.-]+/?>)+', text):
+        return text  # the ends of XML elements are stop strings
     begins = re.match(r'(~|\.\.?)?[/\\]\S|[A-Za-z]:[/\\]', text)
     if begins or (re.search(r'[/\\]', text) and not re.search(r'\s', text)):
         return re.split(r'[/\\]', text.rstrip('/\\'))[-1] or text

@@ -317,7 +317,8 @@ def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
     if of_this_run or family == 'eval/' or '/val_' in name:
         others = [other for other in metrics if other.startswith(family) and other not in meanings()]
         if not of_this_run and (similar := hint(name, others)):
-            warnings.warn(f'no evaluation of this phase measured {name!r}{similar}', stacklevel=2)
+            text = f'no evaluation of this phase measured {name!r}; if it is misspelt, {similar[2:]}'
+            warnings.warn(text, stacklevel=2)
         return None
     there = hint(name, metrics) or f'; there are {", ".join(sorted(metrics)[:8])}'
     raise ValueError(f'there is no metric {name!r} in this run{there}; see docs/metrics.md')

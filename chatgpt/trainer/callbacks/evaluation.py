@@ -51,19 +51,23 @@ class Evaluator(RunFileWriter):
         self.last: dict[str, float] = {}
         self.last_step: int | None = None
         """phase of `last`, the latest results"""
+        self._names: list[str] = []
+        """names of the results before a resume"""
 
     def state_dict(self) -> dict[str, Any]:
-        return {'best': self.best, 'best_step': self.best_step, 'last_step': self.last_step}
+        state = {'best': self.best, 'best_step': self.best_step, 'last_step': self.last_step}
+        return state | {'names': sorted(self.last) or self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.last_step = state['best'], state['best_step'], state['last_step']
+        self._names = state.get('names', [])
 
     def on_fit_start(self, trainer: TrainerView) -> None:
         super().on_fit_start(trainer)
         if self.before and trainer.phase == 0:
             self._report(trainer, 0, self._run(trainer, 0))
-        if trainer.phase and self.after and self.last_step != trainer.phase and self._is_written(trainer):
-            self.last_step = trainer.phase
+        if trainer.phase and self.after and self.last_step != trainer.phase and (row := self._written(trainer)):
+            self.last, self.last_step = row, trainer.phase
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if step % self.interval == 0:
@@ -74,14 +78,14 @@ class Evaluator(RunFileWriter):
         if self.after and self.last_step != trainer.phase:
             self._report(trainer, trainer.phase, self._run(trainer, trainer.phase))
 
-    def _is_written(self, trainer: TrainerView) -> bool:
-        """Returns True if the file has an evaluation after the present phase: that after the end of a run, which its
-        last checkpoint may precede."""
+    def _written(self, trainer: TrainerView) -> dict[str, float]:
+        """Returns the results after the present phase that the file has, empty if there are none: those after the end
+        of a run, which its last checkpoint may precede."""
         path = trainer.run_dir / self._file.filename if trainer.run_dir is not None else None
-        found = False
-        if path is not None and trainer.strategy.is_rank_0 and path.is_file():
-            rows = read_jsonl(path)
-            found = bool(rows) and rows[-1]['step'] == trainer.phase
+        found = dict[str, float]()
+        if path is not None and self._names and trainer.strategy.is_rank_0 and path.is_file():
+            rows = [row for row in read_jsonl(path) if row['step'] == trainer.phase and row.keys() >= {*self._names}]
+            found = {name: rows[-1][name] for name in self._names} if rows else found
         return found if trainer.strategy.processes.world_size == 1 else trainer.strategy.broadcast_object(found)
 
     def _run(self, trainer: TrainerView, step: int) -> dict[str, float]:

@@ -115,7 +115,7 @@ class TensorBoard(Tracker):
     """Metrics as scalars, and samples as text. The other arguments are `Tracker`'s.
 
     Args:
-        log_dir: folder of the event files; None means `run_dir/tensorboard`, where those of an earlier run become
+        log_dir: folder of the event files; None means `run_dir/tensorboard`. `fit` renames that of an earlier run to
             `tensorboard.previous`.
     """
 
