@@ -234,6 +234,8 @@ def test_a_misspelt_metric_of_evaluation_is_a_warning():
         UserWarning, match="no evaluation of this phase measured 'eval/wni'; if it is misspelt, did you mean eval/win"
     ):
         assert metric_value({'eval/win': 1.0}, 'eval/wni') is None
+    with pytest.warns(UserWarning, match='did you mean eval/score_mean'):
+        assert metric_value({'eval/score_mean': 1.0}, 'eval/score_maen') is None
 
 
 def test_an_evaluation_without_the_tracked_metric_or_numbers_is_refused():

@@ -333,7 +333,7 @@ def length_drifts(h: History) -> Seen | None:
             + (
                 'token_penalty=0.001 of the usual score per token, or overlong_buffer'
                 if sums
-                else 'a reward of brevity'
+                else 'a reward for short responses'
             )
             if longer
             else 'cut in half: the half should score less; min_new_tokens'

@@ -315,7 +315,7 @@ def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
     family = name.partition('/')[0] + '/'
     of_this_run = name in meanings() and any(other.startswith(family) for other in metrics)
     if of_this_run or family == 'eval/' or '/val_' in name:
-        others = [other for other in metrics if other.startswith(family) and other not in meanings()]
+        others = [other for other in metrics if other.startswith(family)]
         if not of_this_run and (similar := hint(name, others)):
             text = f'no evaluation of this phase measured {name!r}; if it is misspelt, {similar[2:]}'
             warnings.warn(text, stacklevel=2)
