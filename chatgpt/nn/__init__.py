@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from chatgpt.nn.peft_format import export_peft as export_peft
     from chatgpt.nn.peft_format import import_peft as import_peft
     from chatgpt.nn.reward_model import RewardModel as RewardModel
+    from chatgpt.nn.trunk import cache_keyword as cache_keyword
     from chatgpt.nn.trunk import dropout_off as dropout_off
     from chatgpt.nn.trunk import hidden_size as hidden_size
     from chatgpt.nn.trunk import is_encoder_decoder as is_encoder_decoder

@@ -196,13 +196,14 @@ class Actor(Role):
         *,
         position_ids: Tensor,
         attention_mask: Tensor | dict[str, Tensor] | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns hidden states (B, S, D), for engines; `past_key_values` and the like are passed to the model."""
+        """Returns hidden states (B, S, D), for engines. `cache` is a `Cache` of transformers, which the forward reads
+        and extends; other keywords are passed to the model."""
+        given: dict[str, Any] = {'position_ids': position_ids, 'attention_mask': attention_mask, 'cache': cache}
         with not_compiled():
-            return run_trunk(
-                base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
-            )
+            return run_trunk(base_model(self.model), input_ids, **given, **kwargs)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns logits (..., V) of hidden states (..., D)."""

@@ -23,7 +23,14 @@ from transformers import AutoModel, DynamicCache, EncoderDecoderCache, PreTraine
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
-from chatgpt.nn.trunk import base_model, beyond_keys_and_values, is_encoder_decoder, position_limit, run_trunk
+from chatgpt.nn.trunk import (
+    base_model,
+    beyond_keys_and_values,
+    cache_keyword,
+    is_encoder_decoder,
+    position_limit,
+    run_trunk,
+)
 from chatgpt.types import Batch
 
 UNSUPPORTED = ('fsmt', 'prophetnet', 'seamless_m4t', 'seamless_m4t_v2')
@@ -92,7 +99,7 @@ class DecoderOnly:
                 return actor.trunk(seen, position_ids=torch.arange(seen.shape[1], device=ids.device)[None])
             start = cache.get_seq_length()
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-            return actor.trunk(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            return actor.trunk(ids, position_ids=positions, cache=cache)
 
         return prompt_ids, states_of
 
@@ -165,9 +172,8 @@ class EncoderDecoder(DecoderOnly):
 
         def states_of(ids: Tensor) -> Tensor:
             decoder = base.get_decoder()
-            return decoder(
-                input_ids=ids, encoder_hidden_states=seen, past_key_values=cache, use_cache=True
-            ).last_hidden_state
+            read = {'encoder_hidden_states': seen, cache_keyword(decoder): cache, 'use_cache': True}
+            return decoder(input_ids=ids, **read).last_hidden_state
 
         return prompt_ids.new_tensor([start_token(actor.model.config)]), states_of
 

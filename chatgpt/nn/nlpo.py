@@ -79,15 +79,12 @@ class MaskedPolicy(nn.Module):
     def config(self) -> Any:
         return self.actor.config
 
-    def trunk(self, input_ids: Tensor, *, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+    def trunk(self, input_ids: Tensor, *, cache: Any = None, **kwargs: Any) -> Tensor:
         """Returns hidden states of the policy and of the mask policy, concatenated: (B, S, 2 D)."""
-        first = self.actor.trunk(input_ids, past_key_values=past_key_values, **kwargs)
-        shifted = (
-            None
-            if past_key_values is None
-            else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
-        )
-        return torch.cat([first, self.mask_actor.trunk(input_ids, past_key_values=shifted, **kwargs)], dim=-1)
+        first = self.actor.trunk(input_ids, cache=cache, **kwargs)
+        num_layers = self.actor.config.get_text_config().num_hidden_layers
+        shifted = None if cache is None else _Shifted(cache, num_layers)
+        return torch.cat([first, self.mask_actor.trunk(input_ids, cache=shifted, **kwargs)], dim=-1)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns logits (..., V), −inf outside of M(s)."""

@@ -173,6 +173,14 @@ def accepts(model: nn.Module, name: str) -> bool:
     return _takes(type(model).forward, name)
 
 
+def cache_keyword(model: Any) -> str:
+    """Returns the name under which the model's forward takes a cache of transformers, or ''."""
+    if accepts(model, 'past_key_values'):  # until transformers 5.23, and in models with code of their own
+        return 'past_key_values'
+    own = text_config(model.config).model_type == 'xlm'  # its `cache` is a dict
+    return 'cache' if accepts(model, 'cache') and not own else ''
+
+
 def beyond_keys_and_values(model: Any) -> str:
     """Returns why a cache of keys and values of tokens is not enough to decode with a causal model, or ''."""
     kinds = {str(kind) for kind in getattr(text_config(model.config), 'layer_types', None) or ()}
@@ -182,7 +190,7 @@ def beyond_keys_and_values(model: Any) -> str:
         return 'its layers keep a running state, and not only keys and values of tokens'
     if other:
         return f'layers of kind {", ".join(other)} keep more than keys and values of tokens'
-    return '' if accepts(base_model(model), 'past_key_values') else 'it takes no cache of keys and values'
+    return '' if cache_keyword(base_model(model)) else 'it takes no cache of keys and values'
 
 
 def run_trunk(
@@ -191,20 +199,23 @@ def run_trunk(
     *,
     position_ids: Tensor | None = None,
     attention_mask: Tensor | dict[str, Tensor] | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
     """Returns the last hidden states (B, S, D). Drops keywords that the model does not take (position ids of ALiBi
     models).
 
     `attention_mask` is True or 1 for real tokens; None if no real token attends to padding. A dict of additive masks by
-    layer type is passed on.
+    layer type is passed on. `cache` is a `Cache` of transformers, which the forward reads and extends.
     """
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.bool and attention_mask.dim() == 2:
         attention_mask = attention_mask.long()
     if position_ids is not None and accepts(model, 'position_ids'):
         kwargs['position_ids'] = position_ids
     if accepts(model, 'use_cache'):
-        kwargs.setdefault('use_cache', 'past_key_values' in kwargs)
+        kwargs.setdefault('use_cache', cache is not None)
+    if cache is not None:
+        kwargs[cache_keyword(model)] = cache
     return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
 
 
@@ -243,7 +254,8 @@ def dropout_off(module: nn.Module) -> None:
     """Switches dropout off but keeps gradient checkpointing, which transformers' layers do only in train mode.
 
     Layers that checkpoint themselves read their training flag before their forward, which then runs with the flag off.
-    In a model that checkpoints in its own forward, dropout probabilities are set to 0.
+    From transformers 5.24 on they do so only where gradients are computed, so without them the flag is off from the
+    start. In a model that checkpoints in its own forward, dropout probabilities are set to 0.
     """
     module.eval()
     for part in module.modules():
@@ -268,6 +280,7 @@ def dropout_on(module: nn.Module) -> None:
         own: Any = getattr(part, '_gradient_checkpointing_func', None)
         if isinstance(own, _FlagOff):
             part._gradient_checkpointing_func = own.checkpoint  # type: ignore[assignment]
+            own.hook.remove()
         for name, rate in vars(part).pop('dropout_rates', {}).items():
             setattr(part, name, rate)
 
@@ -285,6 +298,7 @@ class _FlagOff:
 
     def __init__(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
         self.layer, self.checkpoint = layer, checkpoint
+        self.hook = layer.register_forward_pre_hook(_follow_gradients)
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         return self.checkpoint(partial(self._run, run), *args)
@@ -295,6 +309,10 @@ class _FlagOff:
             return run(*args)
         finally:
             self.layer.training = flag
+
+
+def _follow_gradients(layer: nn.Module, _: Any) -> None:
+    layer.training = torch.is_grad_enabled()
 
 
 @contextmanager

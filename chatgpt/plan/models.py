@@ -25,7 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
 from chatgpt.functional import logprobs
-from chatgpt.nn.trunk import beyond_keys_and_values, dropout_off, recompute_activations, text_config, width_of
+from chatgpt.nn.trunk import (
+    beyond_keys_and_values,
+    cache_keyword,
+    dropout_off,
+    recompute_activations,
+    text_config,
+    width_of,
+)
 from chatgpt.plan.setup import Setup
 from chatgpt.strategies.copies import matmul_weights, narrow, stored_weights
 from chatgpt.strategies.memory import ModelSize, ParameterSize
@@ -456,7 +463,7 @@ def cache_elements(config: Any, tensor_parallel: int = 1) -> int:
             keep_part(model, tensor_parallel)
         cache: Any = DynamicCache()
         with faked(model), torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+            model(torch.zeros(1, 1, dtype=torch.int64), **{cache_keyword(model): cache, 'use_cache': True})
         return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
     return probe(min(num_layers(config), 2)) * num_layers(config) // min(num_layers(config), 2)

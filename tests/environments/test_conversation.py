@@ -206,10 +206,10 @@ def test_an_appended_mask_that_a_model_does_not_apply_is_detected(monkeypatch):
 
     trunk = Actor.trunk
 
-    def without_mask(self, input_ids, *args, attention_mask=None, past_key_values=None, **kwargs):
-        if appends(past_key_values):
+    def without_mask(self, input_ids, *args, attention_mask=None, cache=None, **kwargs):
+        if appends(cache):
             attention_mask = torch.zeros_like(attention_mask)  # bidirectional attention
-        return trunk(self, input_ids, *args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+        return trunk(self, input_ids, *args, attention_mask=attention_mask, cache=cache, **kwargs)
 
     monkeypatch.setattr(SlotCache, 'get_mask_sizes', one_slot_short)
     monkeypatch.setattr(Actor, 'trunk', without_mask)
@@ -231,7 +231,7 @@ def test_appended_tokens_have_the_states_of_a_plain_forward(family):
         cache, stored, new = SlotCache(5, 30), [4, 9, 7], [6, 1, 11]
         cache.prefill(torch.arange(1, 4), None)
         positions = torch.arange(30)[None].expand(3, 30)
-        actor.trunk(ids[:, :9], position_ids=positions[:, :9], past_key_values=cache)
+        actor.trunk(ids[:, :9], position_ids=positions[:, :9], cache=cache)
         parts = [row[s : s + n].tolist() for row, s, n in zip(ids, stored, new, strict=True)]
         states = append(actor, cache, form, engine._mask_form, 1, stored, parts)
         plain = actor.trunk(ids, position_ids=positions)

@@ -83,7 +83,7 @@ def test_left_padding_and_a_cache_give_the_same_states(family):
     assert close(padded, plain, 1e-5)
     cache = transformers.DynamicCache(config=actor.config)
     for a, b in ((0, 5), (5, 6), (6, 8)):
-        part = actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
+        part = actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], cache=cache)
         assert close(part, plain[:, a:b], 1e-5)
     if family in ('gpt2', 'opt'):  # the others use only distances between positions
         wrong = actor.trunk(left, position_ids=torch.arange(12)[None], attention_mask=mask)[:, 4:]
@@ -267,6 +267,8 @@ def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(config):
     copied = copy.deepcopy(actor)
     for model in (actor, copied):
         assert torch.allclose(model(batch).logprobs, plain(batch).logprobs, atol=1e-5)
+        with torch.no_grad():
+            assert torch.allclose(model(batch).logprobs, plain(batch).logprobs, atol=1e-5)
     blocks = [m for m in actor.modules() if type(m).__name__.endswith(('DecoderLayer', 'Block'))]
     calls = []
     handles = [next(block.children()).register_forward_hook(lambda *_: calls.append(1)) for block in blocks]

@@ -10,7 +10,7 @@ from engine_calls import assert_same, generated, prompts_of, slow_logits, tiny_o
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.nn.trunk import base_model
+from chatgpt.nn.trunk import base_model, cache_keyword
 from chatgpt.rollout import Call, HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -184,11 +184,11 @@ def test_a_model_that_padding_changes_is_given_prompts_of_one_length():
 def test_generation_that_is_not_the_forward_is_refused(monkeypatch):
     actor = Actor(tiny_causal_lm('llama')).eval()
     trunk, calls = type(base_model(actor.model)), []
-    forward = trunk.forward
+    forward, name = trunk.forward, cache_keyword(base_model(actor.model))
 
     def wrong(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
-        if kwargs.get('past_key_values') is not None:
+        if kwargs.get(name) is not None:
             calls.append(1)
             output.last_hidden_state = output.last_hidden_state * 1.5
         return output

@@ -53,7 +53,7 @@ def append(
     else:
         seen = decode_mask(positions.flatten(), width, mask_form, cache.dtype)
         mask = seen.view(len(new), 1, longest, width)
-    hidden = actor.trunk(input_ids, position_ids=positions, attention_mask=mask, past_key_values=cache)
+    hidden = actor.trunk(input_ids, position_ids=positions, attention_mask=mask, cache=cache)
     return hidden[torch.arange(len(new), device=device), count - 1]
 
 
@@ -79,5 +79,5 @@ def _appended_states(actor: Any, sequences: list[Tensor], form: AppendForm, mask
     cache.decode(torch.arange(len(ends), device=states.device), lengths, width, same_length=False)
     token = torch.stack([s[end] for s, end in zip(sequences, ends, strict=True)])
     mask = decode_mask(lengths, width, mask_form, states.dtype)
-    hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache)
+    hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, cache=cache)
     return list(torch.stack([states, appended, hidden[:, 0]], dim=1))

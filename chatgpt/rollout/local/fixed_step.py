@@ -319,7 +319,7 @@ class FixedSteps:
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
         keywords = step_keywords(self.attention, lengths, slots, self.mask_form, self.cache.dtype, self.windows)
-        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=self.cache, **keywords)
+        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], cache=self.cache, **keywords)
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
         self.tables.write(flat, draw)

@@ -216,7 +216,7 @@ class LocalRun:
         self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
         positions = torch.arange(width, device=self.device).expand(len(distinct), width)
         with changing_shapes(self.device):
-            return self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
+            return self.actor.trunk(input_ids, position_ids=positions, cache=self.cache)
 
     def decode(self) -> None:
         """Generates one token for each live row."""
@@ -237,9 +237,7 @@ class LocalRun:
             keywords = step_keywords(self.attention, lengths, width, form, dtype, self.windows)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         with changing_shapes(self.device):
-            hidden = self.actor.trunk(
-                self.token[:, None], position_ids=lengths[:, None], past_key_values=self.cache, **keywords
-            )
+            hidden = self.actor.trunk(self.token[:, None], position_ids=lengths[:, None], cache=self.cache, **keywords)
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment
         self.retire(flags)

@@ -179,7 +179,7 @@ def bytes_per_slot(actor: Any) -> int:
     device = next(actor.parameters()).device
     cache, first = SlotCache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cache.prefill(first[0], None)
-    actor.trunk(first, position_ids=first, past_key_values=cache)
+    actor.trunk(first, position_ids=first, cache=cache)
     return sum(store.nbytes for layer in cache.layers for store in (layer.keys, layer.values) if store is not None)
 
 
@@ -203,7 +203,7 @@ def _cached_states(
         token = torch.stack([s[length + step] for s, length in zip(sequences, prompts, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
         keywords = step_keywords(attention, lengths, width, form, last.dtype, windows)
-        hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=cache, **keywords)
+        hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], cache=cache, **keywords)
         for i in range(rows):
             states[i].append(hidden[i, 0])
         lengths = lengths + 1
@@ -221,7 +221,7 @@ def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) ->
         input_ids[i, :length] = sequences[i][:length]
     cache.prefill(torch.arange(rows, device=device), None)
     positions = torch.arange(longest, device=device).expand(rows, longest)
-    hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache)
+    hidden = actor.trunk(input_ids, position_ids=positions, cache=cache)
     return cache, torch.stack([hidden[i, length - 1] for i, length in enumerate(prompts)])
 
 

@@ -23,6 +23,7 @@ from chatgpt.monitor.publish import push_folder
 from chatgpt.nn import (
     LOAD_OPTIONS,
     adapter_base,
+    cache_keyword,
     export_peft,
     has_lora,
     hidden_size,
@@ -206,16 +207,15 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """Returns (logits (B, S, V) fp32, loss or None, values (B, S) fp32), and the key-value cache if requested."""
-        out = self.pretrained_model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **(kwargs | {'output_hidden_states': True, 'return_dict': True}),
-        )
+        cache = cache_keyword(self.pretrained_model)
+        kwargs |= {'output_hidden_states': True, 'return_dict': True}
+        if past_key_values is not None:
+            kwargs[cache] = past_key_values
+        out = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         hidden = (out.decoder_hidden_states if self.reads_apart else out.hidden_states)[-1]
         values = self.v_head(hidden.to(self.v_head.summary.weight.device)).squeeze(-1)
         found = (out.logits.float(), out.loss, values)
-        return (*found, out.past_key_values) if return_past_key_values else found
+        return (*found, out[cache]) if return_past_key_values else found
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls `generate` of the transformers model."""

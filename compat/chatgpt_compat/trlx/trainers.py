@@ -576,7 +576,7 @@ class ModelView(torch.nn.Module):
         out = self.base_model(input_ids, attention_mask=attention_mask, output_hidden_states=True, **kwargs)
         states = out.decoder_hidden_states if nn.is_encoder_decoder(self.base_model) else out.hidden_states
         values = None if self.v_head is None else self.v_head(states[-1]).squeeze(-1)
-        return OutputWithValue(out.logits, getattr(out, 'past_key_values', None), values)
+        return OutputWithValue(out.logits, out.get(nn.cache_keyword(self.base_model)), values)
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
