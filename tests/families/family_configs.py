@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 VOCAB, POSITIONS = 64, 128
 SIZES: dict[str, Any] = {
     **dict.fromkeys(('vocab_size', 'vocab_size_per_layer_input', 'pronunciation_vocab_size'), VOCAB),
-    **dict.fromkeys(('shape_vocab_size', 'ngram_vocab_size_base'), VOCAB),
+    **dict.fromkeys(('shape_vocab_size', 'ngram_vocab_size_base', 'unpadded_vocab_size'), VOCAB),
     **dict.fromkeys(('hidden_size', 'd_model', 'n_embd', 'word_embed_proj_dim', 'embedding_size', 'lru_width'), 32),
     **dict.fromkeys(('num_hidden_layers', 'n_layer', 'n_layers', 'num_layers', 'decoder_layers', 'encoder_layers'), 2),
     **dict.fromkeys(('num_attention_heads', 'n_head', 'n_heads', 'num_heads'), 4),

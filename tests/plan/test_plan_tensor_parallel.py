@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import CodeGenConfig
+from transformers import OPTConfig
 
 from chatgpt.nn import Actor
 from chatgpt.plan import Setup, make_plan, models
@@ -19,7 +19,15 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 
 CONFIG = tiny_config('llama', positions=64, layers=3, heads=4)
-NO_PLAN = CodeGenConfig(vocab_size=32, n_embd=32, n_layer=1, n_head=4, n_positions=64, rotary_dim=4)
+NO_PLAN = OPTConfig(
+    vocab_size=32,
+    hidden_size=32,
+    word_embed_proj_dim=32,
+    ffn_dim=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
 PARTS = {'strategy': 'fsdp', 'num_processes': 2, 'strategy_options': {'tensor_parallel': 2}, 'on_cuda': False}
 
 
