@@ -254,8 +254,8 @@ def dropout_off(module: nn.Module) -> None:
     """Switches dropout off but keeps gradient checkpointing, which transformers' layers do only in train mode.
 
     Layers that checkpoint themselves read their training flag before their forward, which then runs with the flag off.
-    From transformers 5.24 on they do so only where gradients are computed, so without them the flag is off from the
-    start. In a model that checkpoints in its own forward, dropout probabilities are set to 0.
+    From transformers 5.24 on they checkpoint only where gradients are computed; without gradients the flag is off too.
+    In a model that checkpoints in its own forward, dropout probabilities are set to 0.
     """
     module.eval()
     for part in module.modules():
@@ -280,7 +280,8 @@ def dropout_on(module: nn.Module) -> None:
         own: Any = getattr(part, '_gradient_checkpointing_func', None)
         if isinstance(own, _FlagOff):
             part._gradient_checkpointing_func = own.checkpoint  # type: ignore[assignment]
-            own.hook.remove()
+            for hook in own.hooks:
+                hook.remove()
         for name, rate in vars(part).pop('dropout_rates', {}).items():
             setattr(part, name, rate)
 
@@ -294,11 +295,24 @@ def layer_drop_off(module: nn.Module) -> bool:
 
 
 class _FlagOff:
-    """Checkpointing of a layer with its training flag off in the forward and its recomputation."""
+    """Checkpointing of a layer with its training flag off: in the forward, its recomputation, and a forward without
+    gradients."""
 
     def __init__(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
         self.layer, self.checkpoint = layer, checkpoint
-        self.hook = layer.register_forward_pre_hook(_follow_gradients)
+        self.without_gradients = False
+        self.hooks = (
+            layer.register_forward_pre_hook(self._before),
+            layer.register_forward_hook(self._after, always_call=True),
+        )
+
+    def _before(self, layer: nn.Module, _: Any) -> None:
+        self.without_gradients = layer.training and not torch.is_grad_enabled()
+        layer.training = layer.training and torch.is_grad_enabled()
+
+    def _after(self, layer: nn.Module, *_: Any) -> None:
+        layer.training = layer.training or self.without_gradients
+        self.without_gradients = False
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
         return self.checkpoint(partial(self._run, run), *args)
@@ -309,10 +323,6 @@ class _FlagOff:
             return run(*args)
         finally:
             self.layer.training = flag
-
-
-def _follow_gradients(layer: nn.Module, _: Any) -> None:
-    layer.training = torch.is_grad_enabled()
 
 
 @contextmanager
