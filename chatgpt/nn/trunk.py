@@ -7,11 +7,12 @@ model (an encoder used as a reward model) gets the mask. `chatgpt.nn.packing` ru
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, 'config', model), 'is_encoder_decoder', False))
 
 
-@cache
+@functools.cache
 def _takes(forward: Any, name: str) -> bool:
     return name in inspect.signature(forward).parameters
 

@@ -19,13 +19,19 @@ from chatgpt.rollout.wire import check_policy
 from chatgpt.testing import ENCODER_DECODERS, tiny_causal_lm
 from chatgpt.types import Prompt, Sample
 
-START = {'t5': 0, 'flan-t5': 0, 'bart': 2, 'marian': 0}
+START = {'t5': 0, 'flan-t5': 0, 'bart': 2, 'marian': 0, 'switch_transformers': 0}
+SIZES = {'vocab_size': 64, 'd_model': 32, 'd_kv': 8, 'd_ff': 48, 'num_layers': 2, 'num_heads': 4, 'num_experts': 2}
 
 every = pytest.mark.parametrize('family', ENCODER_DECODERS)
 
 
 def model(family: str) -> Any:
-    made = tiny_causal_lm(family, positions=32)
+    if family == 'switch_transformers':
+        depth = {'num_decoder_layers': 2, 'num_sparse_decoder_layers': 1}
+        config = transformers.SwitchTransformersConfig(**SIZES, **depth, decoder_start_token_id=0)
+        made: Any = transformers.SwitchTransformersForConditionalGeneration(config)
+    else:
+        made = tiny_causal_lm(family, positions=32)
     g = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -70,7 +76,7 @@ def by_hand(actor: Any, family: str, prompt: Tensor, index: int, seed: int, leng
     return torch.tensor(ids[1:]), torch.stack(logprobs), torch.stack(filtered)
 
 
-@every
+@pytest.mark.parametrize('family', [*ENCODER_DECODERS, 'switch_transformers'])
 def test_draws_are_those_of_each_sequence_alone(family):
     actor = Actor(model(family))
     engine = begun(actor, max_batch_size=3)
