@@ -8,7 +8,7 @@
 lake: a slippery lake of 5 x 5 cells with holes, after FrozenLake of Gymnasium. The policy moves up to twelve times,
 each move goes astray with probability 0.2, and it gets 1 at the end if it has reached the goal, else 0. A GPT-2 of
 2 layers x 64 first imitates random moves. sums: the task of `sums.py`. additions: SmolLM2 after two epochs of SFT on the
-files of `examples/real_model/additions.py --files FOLDER --digits 3`; 1 for a right sum. Of SmolLM2 the upper eight
+files of `examples/real_model/additions.py --files FOLDER --digits 3`; 1 for a right sum. Of SmolLM2 the top eight
 blocks learn.
 
 Each method has six trials with one seed: two learning rates, and three kinds of critic or group. The trial with the
@@ -128,7 +128,7 @@ class Task:
     prompts: Any = None
     reward: Any = None
     blocks: int = 0
-    """number of upper blocks that learn; 0: all"""
+    """number of top blocks that learn; 0: all"""
     play: Any = None
     """(actor, count, seed) -> samples"""
     train_batch: int = 32

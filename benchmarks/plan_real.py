@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     'reward model': ('reward-model', ['--max_steps=2']),
     'PPO, four networks': ('ppo', ['--reward_model={rm}']),
     'PPO, LoRA, own critic': ('ppo', ['--reward_fn={reward}', *ADAPTERS]),
-    'PPO, upper 8 blocks, shared critic': (
+    'PPO, top 8 blocks, shared critic': (
         'ppo',
         ['--reward_fn={reward}', '--num_layers_unfrozen=8', '--critic=shared'],
     ),
